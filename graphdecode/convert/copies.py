@@ -63,11 +63,11 @@ def quantized_copy(
     _check_out(out, path, fitting, overwrite)
     check_model(path, model_impl="native")
     config = source.config()
-    rounded = quantized_on_load(source, config, quantize, group_size)
-    names = [part.name for part in parts(rounded.weight_map)]
-    _check_room(out, [rounded.tensors[name] for name in names])
+    quantizing = quantized_on_load(source, config, quantize, group_size)
+    names = [part.name for part in parts(quantizing.weight_map)]
+    _check_room(out, [quantizing.tensors[name] for name in names])
     if fitting == "gguf":
-        file = GgufModel(rounded, config)
+        file = GgufModel(quantizing, config)
         vocabulary = vocabulary_fields(load_tokenizer(path, replaceable=False), config.vocab_size)
         with _atomically(out) as partial:
             file.write(partial, vocabulary, counted(file.names, progress))
@@ -75,8 +75,8 @@ def quantized_copy(
         tokenizer = load_tokenizer(path, replaceable=False) if isinstance(source, PlainGguf) else None
         with _atomically(out) as partial:
             partial.mkdir()
-            write_weights(rounded, partial, counted(names, progress))
-            quantization = quantization_config(rounded)
+            write_weights(quantizing, partial, counted(names, progress))
+            quantization = quantization_config(quantizing)
             if isinstance(source, PlainGguf):
                 source.write_rest(partial, tokenizer, {"quantization_config": quantization})
             else:
@@ -139,7 +139,6 @@ def _check_out(out: Path, model: Path, file_format: str, overwrite: bool) -> Non
 
 
 def _check_room(out: Path, tensors: list[Stored]) -> None:
-    """Refuse a copy if the disk has too little space for the tensors."""
     widths = {"F64": 8.0, "F32": 4.0, "INT8": 1.0, "FP8": 1.0, "Q8_0": 34 / 32, "INT4": 0.5, "Q4_K": 144 / 256}
     size = sum(int(math.prod(stored.shape) * widths.get(stored.dtype, 2.0)) for stored in tensors)
     free = shutil.disk_usage(out.absolute().parent).free

@@ -21,7 +21,7 @@ from graphdecode.models.family import family_of
 from graphdecode.models.fields import read_json
 from graphdecode.models.gguf.source import Gguf
 from graphdecode.models.quantized.methods import CONFIGURATIONS
-from graphdecode.models.quantized.on_load import RoundedSource, plain_weight
+from graphdecode.models.quantized.on_load import QuantizingSource, plain_weight
 
 CONFIG_FILE = "config.json"
 _KINDS = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}  # names in a config.json -> in safetensors
@@ -40,7 +40,7 @@ class PlainGguf(Gguf):
         super().__init__(model)
         config, architecture = self.config(), self.config().architecture
         family = family_of(architecture)
-        if family.experts_transposed or not (family.experts_apart or config.experts is None):
+        if family.experts_transposed or not (family.experts_separate or config.experts is None):
             raise ArgumentError(f"{self.name}: the experts of {architecture} have another layout in folders")
         if self._architecture.has_states:
             raise ArgumentError(f"{self.name}: {architecture} has recurrent states, and is not written as a folder")
@@ -83,7 +83,7 @@ def write_rest(source: Checkpoint, folder: Path, quantization: Mapping[str, Any]
     _write_json(folder / CONFIG_FILE, {**settings, "quantization_config": quantization})
 
 
-def quantization_config(source: RoundedSource) -> dict[str, Any]:
+def quantization_config(source: QuantizingSource) -> dict[str, Any]:
     """Return the `quantization_config` of weights in groups: all linear layers but the output layer and routers."""
     scheme = source.scheme
     assert scheme is not None
@@ -141,8 +141,7 @@ def write_weights(source: TensorSource, folder: Path, names: Iterable[str]) -> N
 
 
 def _stored(source: TensorSource, name: str) -> Iterator[tuple[str, Tensor]]:
-    """Yield the stored tensors of one tensor of the model."""
-    groups = source.read_quantized(name) if isinstance(source, RoundedSource) else None
+    groups = source.read_quantized(name) if isinstance(source, QuantizingSource) else None
     if not isinstance(groups, Groups):
         yield name, plain_weight(source, name)
         return

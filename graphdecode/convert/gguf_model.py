@@ -17,36 +17,40 @@ from torch import Tensor
 from graphdecode.linear.gguf_blocks import BLOCK_OF, GgufBlocks
 from graphdecode.models.config import ModelConfig, UnsupportedModelError
 from graphdecode.models.family import config_of
-from graphdecode.models.gguf.architectures import ARCHITECTURES, EDGES, ONE_ROW, ROTATED, Architecture, architecture_of
+from graphdecode.models.gguf.architectures import (
+    ARCHITECTURES,
+    ONE_ROW,
+    OUTER,
+    ROTATED,
+    architecture_for,
+    architecture_of,
+)
 from graphdecode.models.gguf.container import GgufTensor
 from graphdecode.models.gguf.ropes import llama3_factors
-from graphdecode.models.quantized.on_load import RoundedSource, plain_weight
+from graphdecode.models.quantized.on_load import QuantizingSource, plain_weight
 from graphdecode.models.weight_map import parts
 
 _FACTORS = "rope_freqs.weight"
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+?)(?:\.(weight|bias))?")
 _EXPERT = re.compile(r"\.experts\.\d+\.")
-_CALLED = {"mixtral": "llama"}  # architectures that a header calls by another name
 _ONLY_READ = ("deepseek2", "deepseek3", "gemma4", "llama4")  # and those with recurrent states
 
 
 class GgufModel:
     """A model in GGUF's terms; raises `UnsupportedModelError` if GGUF cannot describe it."""
 
-    def __init__(self, source: RoundedSource, config: ModelConfig) -> None:
+    def __init__(self, source: QuantizingSource, config: ModelConfig) -> None:
         self._source = source
         self._config = config
-        written = {key: kind for key, kind in ARCHITECTURES.items() if not kind.has_states and key not in _ONLY_READ}
-        found = {f"{kind.name}ForCausalLM": key for key, kind in written.items()}
-        key = found.get(config.architecture)
-        if key is None:
-            raise UnsupportedModelError(f"{config.architecture} is not written as GGUF; {', '.join(found)} are")
-        self._architecture: Architecture = ARCHITECTURES[key]
+        written = [kind.name for key, kind in ARCHITECTURES.items() if not kind.has_states and key not in _ONLY_READ]
+        names = [f"{name}ForCausalLM" for name in written]
+        if config.architecture not in names:
+            raise UnsupportedModelError(f"{config.architecture} is not written as GGUF; {', '.join(names)} are")
+        key, self._architecture = architecture_for(config.architecture)
         self._held: dict[str, list[str]] = {}  # GGUF's name -> name of the tensor, or of each expert's in order
         for part in parts(source.weight_map):
             self._held.setdefault(self._name(part.name), []).append(part.name)
         self._factors = llama3_factors(config.rope, config.head_dim) if config.rope.rope_type == "llama3" else None
-        key = _CALLED.get(key, key)
         self.fields: dict[str, Any] = {"general.architecture": key, **_fields_of(key, config)}
         self._check()
 
@@ -109,15 +113,14 @@ class GgufModel:
             if "norm" in name.rpartition(".")[0].rpartition(".")[2]:
                 blocks = blocks - self._architecture.norm_shift
         part = self._name(name).split(".")[-2]
-        if not (self._architecture.neighbours and part in ROTATED):
+        if not (self._architecture.interleaved_rope and part in ROTATED):
             return blocks.contiguous()
         by_half = blocks.view(-1, 2, self._config.head_dim // 2, *blocks.shape[1:])
         return by_half.transpose(1, 2).reshape(blocks.shape).contiguous()
 
     def _name(self, name: str) -> str:
-        """Return GGUF's name of a tensor."""
         place, _, kind = name.rpartition(".")
-        for own, theirs in EDGES.items():
+        for own, theirs in OUTER.items():
             if place == theirs:
                 return f"{own}.{kind}"
         found = _LAYER.fullmatch(name)

@@ -1,10 +1,10 @@
-"""Products that adapters change: each of fixed tensors has a place for every slot, and a batch row names a slot."""
+"""Products with adapter slots in fixed tensors; each batch row names a slot, or none."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,15 +38,11 @@ class AdapterSpan(NamedTuple):
 
 
 class AdaptedEmbedding(NamedTuple):
-    """Room for adapters of the token embedding."""
+    """Adapter slots of the token embedding."""
 
     down: Tensor  # [slots, vocab, rank], of the activations' dtype
     up: Tensor  # [slots, rank, hidden]
     ranks: Tensor  # int32 [slots], of the adapters
-
-    def slot(self, slot: int, rank: int) -> tuple[Tensor, Tensor]:
-        """Return the matrices of a slot, up to a rank."""
-        return self.down[slot, :, :rank], self.up[slot, :rank]
 
     def adapt(self, out: Tensor, ids: Tensor, span: AdapterSpan, scale: float) -> None:
         """Add to `out` [t, hidden], which holds embedded tokens, what the adapters of their rows give, scaled."""
@@ -56,52 +52,29 @@ class AdaptedEmbedding(NamedTuple):
 
 @dataclass(frozen=True)
 class Adapted(Wrapped):
-    """A product with room for adapters; by itself it is that of `form`, whatever its slots hold.
-
-    Attributes:
-        down: [slots, parts, rank, in_features], of the activations' dtype.
-        up: [slots, rank, out_features].
-        ends: int32 [parts], the output feature behind each part.
-        ranks: int32 [slots], of the adapters in this product; 0: an adapter does not change it.
-    """
+    """A product with adapter slots; `apply` ignores them."""
 
     path = "adapted"
-    down: Tensor
-    up: Tensor
-    ends: Tensor
-    ranks: Tensor
+    down: Tensor  # [slots, parts, rank, in_features], of the activations' dtype
+    up: Tensor  # [slots, rank, out_features]
+    ends: Tensor  # int32 [parts], the output feature behind each part
+    ranks: Tensor  # int32 [slots], of the adapters in this product; 0: an adapter does not change it
 
     @classmethod
-    def around(
-        cls, form: WeightForm, sizes: Iterable[int], ranks: Tensor, max_rank: int, dtype: torch.dtype
-    ) -> Adapted:
-        """Return a product with empty slots.
-
-        Args:
-            form: of the product.
-            sizes: output features of its parts.
-            ranks: int32 [slots]; see the class.
-            max_rank: the largest rank of an adapter.
-            dtype: of the activations.
-        """
+    def wrap(cls, form: WeightForm, sizes: Iterable[int], ranks: Tensor, max_rank: int, dtype: torch.dtype) -> Adapted:
+        """Return a product with empty slots, given the output features of its parts, and the activations' dtype."""
         ends = torch.tensor(list(sizes), dtype=torch.int32, device=ranks.device).cumsum(0, dtype=torch.int32)
         down = torch.zeros(len(ranks), len(ends), max_rank, form.in_features, dtype=dtype, device=ranks.device)
         up = torch.zeros(len(ranks), max_rank, form.out_features, dtype=dtype, device=ranks.device)
         return cls(form.shape, None, form, down, up, ends, ranks)
 
-    def slot(self, slot: int, rank: int) -> tuple[Tensor, Tensor]:
-        """Return the matrices of a slot, up to a rank."""
-        return self.down[slot, :, :rank], self.up[slot, :rank]
-
     def apply(self, out: Tensor, x: Tensor) -> None:
-        """Write the product without any adapter into `out`."""
         self.form.apply(out, x)
 
     def adapt(self, out: Tensor, x: Tensor, inner: Tensor, spans: Iterable[AdapterSpan]) -> None:
-        """Write the product, with what the adapters of the tokens' rows add, into `out`.
+        """Write the product, plus what the adapters of the tokens' rows add, into `out`.
 
-        `inner` is workspace, float32 [t, parts * rank]. Of a product that ranks sum, each rank adds its columns' part
-        before the sum.
+        `inner`: workspace, float32 [t, parts * rank]. If ranks sum the product, each adds its part before the sum.
         """
         summed = self.form if type(self.form) is Summed else None
         (self.form if summed is None else summed.form).apply(out, x)
@@ -113,7 +86,7 @@ class Adapted(Wrapped):
             summed.sum(out)
 
     def fused(self, rows: int) -> FusedProduct | None:
-        """Return that of the form, for steps in which no row has an adapter."""
+        """Return the form's fused product, for steps without adapters."""
         return self.form.fused(rows)
 
     @property
@@ -123,54 +96,37 @@ class Adapted(Wrapped):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the form, which a step reads whoever has an adapter."""
+        """Bytes of the form: every step reads them."""
         return self.form.nbytes
 
 
 @dataclass(frozen=True)
 class AdaptedExperts(ExpertForm):
-    """A product of experts with room for adapters; by itself it is that of `form`, whatever its slots hold.
-
-    Attributes:
-        down: [slots, experts, parts, rank, in_features], of the activations' dtype.
-        up: [slots, experts, rank, out_features].
-        ends: int32 [parts], the output feature behind each part.
-        ranks: int32 [slots, experts], of the adapters in this product.
-    """
+    """A product of experts with adapter slots; `apply` ignores them."""
 
     path = "adapted"
     form: ExpertForm
-    down: Tensor
-    up: Tensor
-    ends: Tensor
-    ranks: Tensor
+    down: Tensor  # [slots, experts, parts, rank, in_features], of the activations' dtype
+    up: Tensor  # [slots, experts, rank, out_features]
+    ends: Tensor  # int32 [parts], the output feature behind each part
+    ranks: Tensor  # int32 [slots, experts], of the adapters in this product
 
     @classmethod
-    def load(cls, *_: Any, **__: Any) -> ExpertForm:
-        """Raise TypeError: it is made of another form."""
-        raise TypeError(f"{cls.__name__} is made of another form")
-
-    @classmethod
-    def around(cls, form: ExpertForm, parts: int, ranks: Tensor, max_rank: int, dtype: torch.dtype) -> AdaptedExperts:
-        """Return a product of `parts` equal parts with empty slots; see `Adapted.around`."""
+    def wrap(cls, form: ExpertForm, parts: int, ranks: Tensor, max_rank: int, dtype: torch.dtype) -> AdaptedExperts:
+        """Return a product of `parts` equal parts with empty slots; see `Adapted.wrap`."""
         _, outputs, inputs = form.shape
         down = torch.zeros(*ranks.shape, parts, max_rank, inputs, dtype=dtype, device=ranks.device)
         up = torch.zeros(*ranks.shape, max_rank, outputs, dtype=dtype, device=ranks.device)
         ends = torch.arange(1, parts + 1, dtype=torch.int32, device=ranks.device) * (outputs // parts)
         return cls(form.shape, None, form, down, up, ends, ranks)
 
-    def slot(self, slot: int, rank: int) -> tuple[Tensor, Tensor]:
-        """Return the matrices of a slot, up to a rank."""
-        return self.down[slot, ..., :rank, :], self.up[slot, :, :rank]
-
     def apply(self, out: Tensor, x: Tensor, pairs: Routed) -> None:
-        """Write the products without any adapter into `out`."""
         self.form.apply(out, x, pairs)
 
     def adapt(self, out: Tensor, x: Tensor, pairs: Routed, span: AdapterSpan) -> None:
-        """Write the products, with what the adapters of the pairs add before the gate, into `out`.
+        """Write the products, plus what the adapters of the pairs add before the gate, into `out`.
 
-        `span` is that of all pairs; the adapter in a slot has the number `slot * experts + expert` there.
+        `span`: all pairs; its adapters are `slot * experts + expert`.
         """
         count = len(span.adapters)
         added = x.new_zeros((count, self.shape[1]), dtype=torch.float32)
@@ -189,5 +145,5 @@ class AdaptedExperts(ExpertForm):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the form, which a step reads whoever has an adapter."""
+        """Bytes of the form: every step reads them."""
         return self.form.nbytes

@@ -43,21 +43,13 @@ class Gate(NamedTuple):
 
 
 class ExpertNames(NamedTuple):
-    """The tensors of one product of all experts in a source.
+    """The tensors of one product of all experts in a source."""
 
-    Attributes:
-        weights: the tensors of each expert in turn, to be fused along their rows; or one stack [experts, ...].
-        experts: number of experts.
-        is_gated: the first half of the outputs gates the second.
-        interleaved: in stacks, gate and input alternate (gpt-oss).
-        transposed: stacks are [experts, in_features, out_features].
-    """
-
-    weights: tuple[str, ...]
-    experts: int
-    is_gated: bool
-    interleaved: bool = False
-    transposed: bool = False
+    weights: tuple[str, ...]  # of each expert in turn, to be fused along their rows; or one stack [experts, ...]
+    experts: int  # number of experts
+    is_gated: bool  # the first half of the outputs gates the second
+    interleaved: bool = False  # in stacks, gate and input alternate (gpt-oss)
+    transposed: bool = False  # stacks are [experts, in_features, out_features]
 
     @property
     def is_stack(self) -> bool:
@@ -80,11 +72,11 @@ class ExpertForm(StoredForm):
     """The weights of one product of all experts."""
 
     @classmethod
-    @abstractmethod
     def load(
         cls, source: TensorSource, names: ExpertNames, bias: Tensor | None, options: FormOptions
     ) -> ExpertForm | None:
         """Read all experts' weights; None if this form does not support them."""
+        return None
 
     @abstractmethod
     def apply(self, out: Tensor, x: Tensor, pairs: Routed) -> None:

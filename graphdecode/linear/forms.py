@@ -49,14 +49,9 @@ def _known_forms() -> list[type[WeightForm]]:
 
 
 def check_options(options: FormOptions, others: tuple[str, ...] = ()) -> list[type[WeightForm]]:
-    """Return the available forms, the preferred one first.
+    """Return the available forms, the preferred one first; raise ArgumentError if `quantize` names none.
 
-    Args:
-        options: options of the forms.
-        others: further values of `quantize`, for the error message.
-
-    Raises:
-        ValueError: `quantize` is unknown or not available.
+    `others`: further values of `quantize`, for the message.
     """
     wanted = options.quantize
     asked = [form for form in _known_forms() if form.quantize == wanted or (wanted is None and form.is_of_source)]

@@ -49,21 +49,13 @@ BLOCK_OF = {block.name: block for block in BLOCK_TYPES.values()}
 
 
 class _Layout(NamedTuple):
-    """The layout of the blocks of one type.
-
-    Attributes:
-        bits: bits of a code.
-        table: value of each code; None for signed bytes.
-        tile_code: the code in tiles; None: tiles do not support it.
-        codes: returns the codes [rows, blocks, values] of blocks, uint8 [rows, blocks, nbytes]; or the offset in a
-            block of 16 bytes that hold 16 codes in their low nibbles and 16 in their high ones.
-        numbers: returns scales and minima of the groups, [rows, blocks * groups], of the same blocks.
-    """
-
-    bits: int
-    table: Sequence[int] | None
-    tile_code: str | None
+    bits: int  # of a code
+    table: Sequence[int] | None  # value of each code; None for signed bytes
+    tile_code: str | None  # the code in tiles; None: tiles do not support it
+    # returns the codes [rows, blocks, values] of blocks, uint8 [rows, blocks, nbytes]; or the offset in a block of 16
+    # bytes that hold 16 codes in their low nibbles and 16 in their high ones
     codes: Callable[[Tensor], Tensor] | int
+    # returns scales and minima of the groups, [rows, blocks * groups], of the same blocks
     numbers: Callable[[Tensor], tuple[Numbers, Numbers | None]]
 
 
@@ -191,16 +183,11 @@ TILED_BLOCKS = frozenset(kind for kind, layout in _LAYOUTS.items() if layout.til
 
 @dataclass(frozen=True)
 class GgufBlocks(QuantizedWeight):
-    """A weight in GGUF blocks.
-
-    Attributes:
-        stored: uint8 [out_features, bytes per row], whole blocks.
-        block_type: one of GGUF_BLOCKS.
-    """
+    """A weight in GGUF blocks."""
 
     path = "blocks"
-    stored: Tensor
-    block_type: str
+    stored: Tensor  # uint8 [out_features, bytes per row], whole blocks
+    block_type: str  # one of GGUF_BLOCKS
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -225,9 +212,6 @@ class GgufBlocks(QuantizedWeight):
     @classmethod
     def joined(cls, parts: Sequence[GgufBlocks]) -> GgufBlocks | None:
         return replace(parts[0], stored=torch.cat([part.stored for part in parts]))
-
-    def for_panels(self, *, by_values: bool) -> GgufBlocks | None:
-        return self
 
     def some_panels(self) -> QuantizedPanels:
         layout, blocks = self._layout, self._blocks

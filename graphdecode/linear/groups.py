@@ -42,27 +42,18 @@ class Groups(QuantizedWeight):
     Column `c` of row `r` is `(value(codes[r, c]) - zero) * scales[r // rows_of_scale, c // group_size]`, and is
     multiplied with the input feature `order[c]`, or `c`. `value` is the integer itself, the entry of `TABLES`, or the
     float8; only integers have zeros.
-
-    Attributes:
-        code: kind of the codes.
-        bits: bits of a code, 4 or 8.
-        codes: uint8 [out_features, in_features * bits / 8], the low nibble first; or float8_e4m3fn for e4m3.
-        scales: [out_features / rows_of_scale, groups], both rounded up; float32, float16, bfloat16 or float8_e8m0fnu.
-        zeros: uint8 [out_features, groups], the codes of 0; None: all are 2 ** (bits - 1).
-        group_size: columns that share a scale.
-        rows_of_scale: rows that share a scale; zeros are by row.
-        order: int32 [in_features], the input feature of each column; None: in order.
     """
 
     path = "groups"
     code: Code
-    bits: int
-    codes: Tensor
+    bits: int  # of a code, 4 or 8
+    codes: Tensor  # uint8 [out_features, in_features * bits / 8], the low nibble first; or float8_e4m3fn for e4m3
+    # [out_features / rows_of_scale, groups], both rounded up; float32, float16, bfloat16 or float8_e8m0fnu
     scales: Tensor
-    zeros: Tensor | None
-    group_size: int
-    rows_of_scale: int = 1
-    order: Tensor | None = None
+    zeros: Tensor | None  # uint8 [out_features, groups], the codes of 0; None: all are 2 ** (bits - 1)
+    group_size: int  # columns that share a scale
+    rows_of_scale: int = 1  # rows that share a scale; zeros are by row
+    order: Tensor | None = None  # int32 [in_features], the input feature of each column; None: in order
 
     @property
     def shape(self) -> tuple[int, int]:

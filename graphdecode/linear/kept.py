@@ -28,18 +28,13 @@ from graphdecode.linear.weight_form import (
 
 @dataclass(frozen=True)
 class Kept(WeightForm):
-    """A weight that stays quantized as stored.
-
-    Attributes:
-        kinds: values of `Stored.dtype` that are supported.
-        plain: the form for all other weights.
-    """
+    """A weight that stays quantized as stored."""
 
     quantize = "gguf"
     is_of_source = True
     is_strided = True
-    kinds: ClassVar[set[str]]
-    plain: ClassVar[type[WeightForm]]
+    kinds: ClassVar[set[str]]  # values of `Stored.dtype` that are supported
+    plain: ClassVar[type[WeightForm]]  # the form for all other weights
 
     @classmethod
     @abstractmethod

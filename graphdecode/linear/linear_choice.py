@@ -92,22 +92,13 @@ _EVICTION_BYTES = 64 * 2**20  # more than a last-level cache slice holds
 
 @dataclass(frozen=True)
 class LinearChoice:
-    """The path of one layer shape at one number of rows, with its measurements.
+    """The path of one layer shape at one number of rows, with its measurements."""
 
-    Attributes:
-        path: the form's path; for a plain weight on a GPU "plain" or "small".
-        config: configuration of the small path.
-        us: microseconds of one product; None: not measured.
-        gb_per_s: bytes of the weight over that time.
-        runner_up: the second fastest path.
-        runner_up_us: its microseconds.
-    """
-
-    path: str
-    config: SmallLinearConfig | None = None
-    us: float | None = None
-    gb_per_s: float | None = None
-    runner_up: str | None = None
+    path: str  # the form's path; for a plain weight on a GPU "plain" or "small"
+    config: SmallLinearConfig | None = None  # of the small path
+    us: float | None = None  # microseconds of one product; None: not measured
+    gb_per_s: float | None = None  # bytes of the weight over that time
+    runner_up: str | None = None  # the second fastest path
     runner_up_us: float | None = None
 
     @classmethod
@@ -258,7 +249,6 @@ class LinearTuner:
 
 
 def _from_disk(stored: Any, batch_sizes: tuple[int, ...], paths: tuple[str, ...]) -> Choices | None:
-    """Return choices from the file; None if they are not valid."""
     try:
         choices = {int(rows): LinearChoice.from_dict(plain) for rows, plain in stored.items()}
     except (AttributeError, TypeError, ValueError, OverflowError):

@@ -34,15 +34,10 @@ def one_thread() -> Iterator[None]:
 
 
 class QuantizedWeight(ABC):
-    """A quantized weight [out_features, in_features]: a frozen dataclass whose tensors may be views of a file.
+    """A quantized weight [out_features, in_features]: a frozen dataclass whose tensors may be views of a file."""
 
-    Attributes:
-        path: name in reports.
-        order: int32 [in_features], the input feature of each column; None: in order.
-    """
-
-    path: ClassVar[str]
-    order: Tensor | None = None
+    path: ClassVar[str]  # name in reports
+    order: Tensor | None = None  # int32 [in_features], the input feature of each column; None: in order
 
     @property
     @abstractmethod
@@ -88,9 +83,9 @@ class QuantizedWeight(ABC):
         ready = self.for_tiles()
         return None if ready is None else joined_tiles([some.some_tiles() for some in ready._split(_TILE_ROWS)])
 
-    @abstractmethod
     def for_panels(self, *, by_values: bool) -> Self | None:
         """Return the weight in groups that panels support, or None."""
+        return self
 
     @abstractmethod
     def for_tiles(self) -> Self | None:

@@ -25,23 +25,14 @@ ROWS_AT_ONCE = 512  # most rows of a fused product, which its workspace limits
 
 @dataclass(frozen=True)
 class Shard:
-    """One of `count` parts of a tensor along an axis, equal up to one row or column.
+    """One of `count` parts of a tensor along an axis, equal up to one row or column."""
 
-    Attributes:
-        rank: index of the part.
-        count: number of parts.
-        axis: 0 splits a weight's rows, 1 its columns.
-        begin: first row or column that is split.
-        size: rows or columns that are split; None: all from `begin` on.
-        within: a shard along another axis, of which this is a shard.
-    """
-
-    rank: int
-    count: int
-    axis: int
-    begin: int = 0
-    size: int | None = None
-    within: Shard | None = None
+    rank: int  # index of the part
+    count: int  # number of parts
+    axis: int  # 0 splits a weight's rows, 1 its columns
+    begin: int = 0  # first row or column that is split
+    size: int | None = None  # rows or columns that are split; None: all from `begin` on
+    within: Shard | None = None  # a shard along another axis, of which this is a shard
 
     def slices(self, shape: tuple[int, ...]) -> tuple[slice, ...]:
         """Return the shard's indices in a tensor of a shape."""
@@ -79,12 +70,9 @@ class LinearNames(NamedTuple):
 
 
 class FusedProduct(NamedTuple):
-    """A product that includes the norm before it, or an epilogue, in its launch.
+    """A product that includes the norm before it, or an epilogue, in its launch."""
 
-    Attributes:
-        product: takes out, x of at most ROWS_AT_ONCE rows, and `gain`, `eps`, `epilogue`, `scale` of `small_linear`.
-    """
-
+    # takes out, x of at most ROWS_AT_ONCE rows, and `gain`, `eps`, `epilogue`, `scale` of `small_linear`
     product: Callable[..., None]
 
     def write(self, out: Tensor, x: Tensor, **fused: Any) -> None:
@@ -122,53 +110,30 @@ class RowTable(NamedTuple):
 
 @dataclass(frozen=True)
 class FormOptions:
-    """Options of weight forms.
+    """Options of weight forms."""
 
-    Attributes:
-        device: device of the weight.
-        dtype: dtype of the activations.
-        tuner: measures products, once per shape.
-        batch_sizes: rows of decode steps to measure.
-        quantize: name of the forms that quantize weights; None: none.
-        batch_invariant: use one product for any number of rows, so that a row's bits do not depend on the others;
-            slower on a GPU for many rows, and on a CPU for one or two rows with quantized weights.
-        row_maxima: for a shard of columns: maps its rows' largest magnitudes, float32 [out_features], to those of the
-            whole matrix, so that all ranks round alike.
-        in_floats: products are written in float32.
-        fused: what a step on a GPU fuses with the product.
-
-    Raises:
-        ValueError: `batch_sizes` is empty or not positive.
-    """
-
-    device: torch.device
-    dtype: torch.dtype
-    tuner: LinearTuner
-    batch_sizes: tuple[int, ...] = (1, 8)
-    quantize: str | None = None
+    device: torch.device  # of the weight
+    dtype: torch.dtype  # of the activations
+    tuner: LinearTuner  # measures products, once per shape
+    batch_sizes: tuple[int, ...] = (1, 8)  # rows of decode steps to measure
+    quantize: str | None = None  # name of the forms that quantize weights; None: none
+    # use one product for any number of rows, so that a row's bits do not depend on the others; slower on a GPU for many
+    # rows, and on a CPU for one or two rows with quantized weights
     batch_invariant: bool = False
+    # for a shard of columns: maps its rows' largest magnitudes, float32 [out_features], to those of the whole matrix,
+    # so that all ranks round alike
     row_maxima: Callable[[Tensor], Tensor] | None = None
-    in_floats: bool = False
-    fused: FusedForm = FusedForm()  # noqa: RUF009 (immutable)
-
-    def __post_init__(self) -> None:
-        if not self.batch_sizes or min(self.batch_sizes) < 1:
-            raise ValueError(f"batch_sizes is {self.batch_sizes}; it must hold at least one size, each >= 1")
+    in_floats: bool = False  # products are written in float32
+    fused: FusedForm = FusedForm()  # noqa: RUF009 (immutable); what a step on a GPU fuses with the product
 
 
 @dataclass(frozen=True)
 class StoredForm(ABC):
-    """Weights in the layout that a product reads: a frozen dataclass whose fields hold the tensors.
+    """Weights in the layout that a product reads: a frozen dataclass whose fields hold the tensors."""
 
-    Attributes:
-        path: the form's name in reports.
-        shape: [out_features, in_features]; for experts [experts, out_features, in_features].
-        bias: [out_features], for experts [experts, out_features], or None.
-    """
-
-    path: ClassVar[str]
-    shape: tuple[int, ...]
-    bias: Tensor | None
+    path: ClassVar[str]  # the form's name in reports
+    shape: tuple[int, ...]  # [out_features, in_features]; for experts [experts, out_features, in_features]
+    bias: Tensor | None  # [out_features]; for experts [experts, out_features]
 
     @property
     def gives_floats(self) -> bool:
@@ -199,22 +164,14 @@ class StoredForm(ABC):
 
 @dataclass(frozen=True)
 class WeightForm(StoredForm):
-    """The weight of one linear layer.
+    """The weight of one linear layer."""
 
-    Attributes:
-        quantize: value of `FormOptions.quantize` that selects this form.
-        is_of_source: it keeps weights quantized as stored, and is used for them also without `quantize`.
-        is_measured: the fastest available measured form is used.
-        is_strided: the rows of its output may be strided; else they are contiguous.
-        choices: measurements by number of rows.
-    """
-
-    quantize: ClassVar[str | None] = None
-    is_of_source: ClassVar[bool] = False
-    is_measured: ClassVar[bool] = False
-    is_strided: ClassVar[bool] = False
+    quantize: ClassVar[str | None] = None  # value of `FormOptions.quantize` that selects this form
+    is_of_source: ClassVar[bool] = False  # it keeps weights quantized as stored, also without `quantize`
+    is_measured: ClassVar[bool] = False  # the fastest available measured form is used
+    is_strided: ClassVar[bool] = False  # the rows of its output may be strided; else they are contiguous
     _: KW_ONLY
-    choices: Mapping[int, LinearChoice] = field(default_factory=dict)
+    choices: Mapping[int, LinearChoice] = field(default_factory=dict)  # measurements by number of rows
 
     @classmethod
     def why_not(cls, options: FormOptions) -> str:
@@ -222,9 +179,9 @@ class WeightForm(StoredForm):
         return ""
 
     @classmethod
-    @abstractmethod
     def of(cls, weight: Tensor, bias: Tensor | None, options: FormOptions) -> WeightForm:
         """Return a plain weight [out_features, in_features] in this form; the caller drops its reference."""
+        raise TypeError(f"{cls.__name__} is not made of a weight")
 
     @classmethod
     def load(cls, source: TensorSource, names: LinearNames, options: FormOptions) -> WeightForm:

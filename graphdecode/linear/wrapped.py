@@ -10,7 +10,7 @@ from torch import Tensor
 
 from graphdecode.distributed import Collectives
 from graphdecode.linear.linear_choice import LinearChoice
-from graphdecode.linear.weight_form import FormOptions, WeightForm
+from graphdecode.linear.weight_form import WeightForm
 
 
 @dataclass(frozen=True)
@@ -18,11 +18,6 @@ class Wrapped(WeightForm):
     """A product that transforms the output of `form`; it is not fused."""
 
     form: WeightForm
-
-    @classmethod
-    def of(cls, weight: Tensor, bias: Tensor | None, options: FormOptions) -> WeightForm:
-        """Raise TypeError: a wrapper is made of a form, not a weight."""
-        raise TypeError(f"{cls.__name__} is made of another form")
 
     @property
     def workspace(self) -> list[Tensor]:
@@ -44,12 +39,7 @@ class Joined(WeightForm):
     forms: tuple[WeightForm, ...]
 
     @classmethod
-    def of(cls, weight: Tensor, bias: Tensor | None, options: FormOptions) -> WeightForm:
-        """Raise TypeError: it is made of other forms, not a weight."""
-        raise TypeError(f"{cls.__name__} is made of other forms")
-
-    @classmethod
-    def around(cls, forms: Sequence[WeightForm]) -> WeightForm:
+    def wrap(cls, forms: Sequence[WeightForm]) -> WeightForm:
         """Return the product of all forms; one alone as it is."""
         shape = sum(form.out_features for form in forms), forms[0].in_features
         return forms[0] if len(forms) == 1 else cls(shape, None, tuple(forms))
@@ -72,16 +62,11 @@ class Joined(WeightForm):
 
 @dataclass(frozen=True)
 class Scaled(Wrapped):
-    """`scale * product + shift`, per output.
-
-    Attributes:
-        scale: float32 [out_features].
-        shift: float32 [out_features], or None.
-    """
+    """`scale * product + shift`, per output."""
 
     path = "scaled"
-    scale: Tensor
-    shift: Tensor | None
+    scale: Tensor  # float32 [out_features]
+    shift: Tensor | None  # float32 [out_features]
 
     def apply(self, out: Tensor, x: Tensor) -> None:
         self.form.apply(out, x)
@@ -92,16 +77,11 @@ class Scaled(Wrapped):
 
 @dataclass(frozen=True)
 class Summed(Wrapped):
-    """Each rank has some columns of the weight, and the same columns of `x`; the products are summed (all-reduce).
-
-    Attributes:
-        collectives: the ranks' collectives.
-        place: name in the model.
-    """
+    """Each rank has some columns of the weight, and the same columns of `x`; the products are summed (all-reduce)."""
 
     path = "summed"
     collectives: Collectives
-    place: str
+    place: str  # name in the model
 
     def apply(self, out: Tensor, x: Tensor) -> None:
         self.form.apply(out, x)

@@ -15,7 +15,7 @@ from graphdecode.models.load import (
     resolve_dtype,
     weight_bytes,
 )
-from graphdecode.models.model import Chunks, MixingModel, Model
+from graphdecode.models.model import Chunks, Model
 from graphdecode.models.source import ModelSourceError, resolve_model_path
 from graphdecode.models.weight_map import CheckpointError
 
@@ -24,7 +24,6 @@ __all__ = [
     "Chunks",
     "Decoder",
     "Family",
-    "MixingModel",
     "Model",
     "ModelConfig",
     "ModelShape",

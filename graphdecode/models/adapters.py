@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -20,13 +20,11 @@ from graphdecode.errors import ArgumentError, GraphdecodeError, shown
 from graphdecode.linear.adapted import Adapted, AdaptedEmbedding, AdaptedExperts
 from graphdecode.linear.experts import ExpertForm, ExpertNames
 from graphdecode.linear.weight_form import WeightForm
-from graphdecode.models.config import ModelShape, UnsupportedModelError, read_json
+from graphdecode.models.config import ModelShape
+from graphdecode.models.fields import UnsupportedModelError, read_json
 from graphdecode.models.gguf.adapter import read_gguf_adapter
 from graphdecode.models.gguf.files import SUFFIX
 from graphdecode.models.weight_map import Part, Run, WeightMap
-
-if TYPE_CHECKING:
-    import regex
 
 ADAPTER_FILE, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 HoldingWeights: TypeAlias = Callable[[], AbstractContextManager[None]]
@@ -55,21 +53,13 @@ _MATCHING_S = 1.0  # seconds that all expressions of an adapter may take: some t
 
 
 class LowRank(NamedTuple):
-    """What an adapter adds to one product, `scale * B @ A`, or to those of all experts.
+    """What an adapter adds to one product, `scale * B @ A`, or to those of all experts."""
 
-    Attributes:
-        down: A, [experts * rank, in_features], one expert's rows after another's.
-        up: B, [out_features, rank * experts], the columns of a rank side by side, one of each expert.
-        scale: see above.
-        is_table: whether PEFT says that it is of an embedding: the transposed weight.
-        experts: 1 where it is of one product.
-    """
-
-    down: Tensor
-    up: Tensor
+    down: Tensor  # A, [experts * rank, in_features], one expert's rows after another's
+    up: Tensor  # B, [out_features, rank * experts], the columns of a rank side by side, one of each expert
     scale: float
-    is_table: bool = False
-    experts: int = 1
+    is_embedding: bool = False  # PEFT says that it is of an embedding: the transposed weight
+    experts: int = 1  # 1: of one product
 
     @property
     def rank(self) -> int:
@@ -77,17 +67,15 @@ class LowRank(NamedTuple):
         return self.down.shape[0] // self.experts if self.down.dim() else 0
 
     def transposed(self) -> LowRank:
-        """Return what is added to the transposed weights of experts."""
+        """Return the adapter of the transposed weights of experts."""
         down = self.up.view(len(self.up), -1, self.experts).permute(2, 1, 0)
         up = self.down.view(self.experts, -1, self.down.shape[1]).permute(2, 1, 0)
         return self._replace(down=down.flatten(0, 1), up=up.flatten(1, 2))
 
     def parts_of_experts(self, sizes: list[int], *, interleaved: bool) -> Iterator[tuple[tuple[int, int], LowRank]]:
-        """Yield what is added to each part of each expert, with their numbers.
+        """Yield (expert, part) and the adapter of each, given the parts' output features.
 
-        Args:
-            sizes: output features of the parts.
-            interleaved: outputs alternate between two halves.
+        `interleaved`: outputs alternate between two parts.
         """
         down = self.down.view(self.experts, self.rank, -1)
         up = self.up.view(-1, self.rank, self.experts)
@@ -103,14 +91,10 @@ class AdapterError(ArgumentError):
 
 @dataclass(frozen=True)
 class Adapter:
-    """An adapter in host memory.
+    """An adapter in host memory."""
 
-    Attributes:
-        matrices: by place in the model `down` [parts, rank, in_features] and `up` [rank, out_features], scaled; zeros
-            where a part has none, or a smaller rank. Of the embedding `down` is [vocab, rank]. Of experts both have a
-            dimension of experts in front.
-    """
-
+    # by place in the model `down` [parts, rank, in_features] and `up` [rank, out_features], scaled; zeros if a part has
+    # none, or a smaller rank. The embedding's `down` is [vocab, rank]; experts add a first dimension to both.
     matrices: dict[str, tuple[Tensor, Tensor]]
 
     def to_bytes(self) -> bytes:
@@ -129,53 +113,41 @@ class Adapter:
 
 @dataclass(frozen=True)
 class AdapterSlots:
-    """The slots of a model's products.
+    """The adapter slots of a model's products."""
 
-    Attributes:
-        count: of slots.
-        max_rank: of an adapter.
-        adapts_experts: whether the products of experts have room.
-        dtype: of the slots.
-        device: of the slots.
-        config: of the model.
-        products: by place in the model; of a rank, its shards.
-        parts: of each product of the whole model, as the family's map names them; of experts those of one,
-            [out_features, in_features].
-        layouts: of the whole model, if it has experts: its map with these apart, and with them in stacks.
-        expert_names: by place of such a product, how it is stored.
-        bases: by module, plain weights that an adapter's file may have a copy of; it must be the same.
-    """
-
-    count: int
-    max_rank: int
-    adapts_experts: bool
+    count: int  # number of slots
+    max_rank: int  # of an adapter
+    adapts_experts: bool  # whether the products of experts have slots
     dtype: torch.dtype
     device: torch.device
     config: ModelShape
+    # of the whole model, if it has experts: its weight map with one tensor per expert, and with stacks
     layouts: tuple[WeightMap, ...] = ()
+    # by name in the model; a rank has its shards
     products: dict[str, Adapted | AdaptedEmbedding | AdaptedExperts] = field(default_factory=dict)
+    # of each product of the whole model, as the weight map names them; for experts those of one expert
     parts: dict[str, tuple[Part, ...]] = field(default_factory=dict)
-    expert_names: dict[str, ExpertNames] = field(default_factory=dict)
-    bases: dict[str, Tensor] = field(default_factory=dict)
+    expert_names: dict[str, ExpertNames] = field(default_factory=dict)  # how each product of experts is stored
+    bases: dict[str, Tensor] = field(default_factory=dict)  # by module, plain weights of which a file may have a copy
 
-    def around(self, form: WeightForm, place: str, parts: tuple[Part, ...]) -> WeightForm:
-        """Return the product at a place with room for adapters."""
-        made = Adapted.around(form, (part.shape[0] for part in parts), self._ranks(), self.max_rank, self.dtype)
+    def wrap(self, form: WeightForm, place: str, parts: tuple[Part, ...]) -> WeightForm:
+        """Return the product at a place with adapter slots."""
+        made = Adapted.wrap(form, (part.shape[0] for part in parts), self._ranks(), self.max_rank, self.dtype)
         self.products[place], self.parts[place] = made, parts
         return made
 
-    def around_experts(self, form: ExpertForm, place: str, names: ExpertNames) -> ExpertForm:
-        """Return the product of all experts at a place, with room for adapters if experts have some."""
+    def wrap_experts(self, form: ExpertForm, place: str, names: ExpertNames) -> ExpertForm:
+        """Return the product of all experts at a place, with adapter slots if experts have some."""
         if not self.adapts_experts:
             return form
         parts = _parts_of_one(self.layouts[0][place], names)
         ranks = torch.zeros(self.count, names.experts, dtype=torch.int32, device=self.device)
-        made = AdaptedExperts.around(form, len(parts), ranks, self.max_rank, self.dtype)
+        made = AdaptedExperts.wrap(form, len(parts), ranks, self.max_rank, self.dtype)
         self.products[place], self.parts[place], self.expert_names[place] = made, parts, names
         return made
 
     def of_embedding(self, part: Part) -> AdaptedEmbedding:
-        """Return room for adapters of the token embedding."""
+        """Return adapter slots of the token embedding."""
         shapes = (part.shape[0], self.max_rank), (self.max_rank, part.shape[1])
         down, up = (torch.zeros(self.count, *shape, dtype=self.dtype, device=self.device) for shape in shapes)
         made = AdaptedEmbedding(down, up, self._ranks())
@@ -186,9 +158,7 @@ class AdapterSlots:
         return torch.zeros(self.count, dtype=torch.int32, device=self.device)
 
     def keep(self, products: Iterable[Any]) -> None:
-        """Forget those that a model does not hold as they are: where something is done with their results, or several
-        are one.
-        """
+        """Forget products that are not among those of the model: wrapped in other forms, or joined."""
         held = {id(product) for product in products}
         for place in [place for place, product in self.products.items() if id(product) not in held]:
             del self.products[place], self.parts[place]
@@ -201,15 +171,13 @@ class AdapterSlots:
             rank = 0 if found is None else found[1].shape[-2]
             is_changed = found is not None and (found[1].dim() == 2 or found[1].flatten(1).any(1))
             product.ranks[slot] = rank * is_changed
-            for held, given in zip(product.slot(slot, rank), found or (), strict=False):
-                held.copy_(given, non_blocking=True)
+            for held, given in zip((product.down, product.up), found or (), strict=False):
+                held[slot][tuple(map(slice, given.shape))].copy_(given, non_blocking=True)
 
     def read(self, path: str | Path, holding_weights: HoldingWeights = nullcontext) -> Adapter:
         """Read an adapter: a folder as PEFT saves it, or a GGUF file.
 
-        Args:
-            path: of the folder or file.
-            holding_weights: returns a context in which the model's weights are there and do not change.
+        `holding_weights` returns a context in which the model's weights are in memory and do not change.
 
         Raises:
             AdapterError: there is none, it is for other modules or sizes, has a larger rank, numbers that are not
@@ -225,7 +193,7 @@ class AdapterSlots:
                 experts = "of experts, which have room for adapters with adapt_experts=True" if without_room else ""
                 raise AdapterError(f"{path}: {module} is {experts or 'no product that adapters can change'}")
             place, expert, at = where[name]
-            if found.is_table and place != _EMBEDDING:
+            if found.is_embedding and place != _EMBEDDING:
                 raise AdapterError(f"{path}: {module} has matrices of an embedding, and is none")
             parts = self.parts[place]
             sizes = [part.shape[0] for part in parts]
@@ -268,7 +236,7 @@ class AdapterSlots:
         """Yield what an adapter adds, by the names of weights."""
         if path.suffix != SUFFIX:
             places = {name: place for name, (place, expert, _) in where.items() if expert == _EVERY}
-            stacks = {name: _Stack.of(self.parts[at], self.expert_names[at]) for name, at in places.items()}
+            stacks = {name: _Stack(self.parts[at], self.expert_names[at]) for name, at in places.items()}
             settings = _settings(path)
             yield from _read_peft(path, settings, _matrices(path, self.bases, holding_weights), stacks)
             return
@@ -310,35 +278,29 @@ def _parts_of_one(found: tuple[Part, ...], names: ExpertNames) -> tuple[Part, ..
 
 
 class _Stack(NamedTuple):
-    """A weight of all experts in one tensor."""
+    """A weight of all experts in one tensor, [experts, outputs, inputs] or transposed."""
 
-    experts: int
-    outputs: int
-    inputs: int
-    transposed: bool  # [experts, inputs, outputs]
-
-    @classmethod
-    def of(cls, parts: tuple[Part, ...], names: ExpertNames) -> _Stack:
-        """Return the stack whose experts have these parts."""
-        return cls(names.experts, sum(part.shape[0] for part in parts), parts[0].shape[1], names.transposed)
+    parts: tuple[Part, ...]  # of one expert
+    names: ExpertNames
 
     def oriented(self, found: LowRank, version: Any) -> LowRank | None:
-        """Return an adapter of the weights as [outputs, inputs]; None if that cannot be told.
+        """Return an adapter of the weights as [outputs, inputs]; None if that is ambiguous.
 
-        A of PEFT 0.17, which names no version, and of 0.18 is of the stack's second dimension, of 0.21 of the inputs.
+        In PEFT 0.17, which names no version, and 0.18, A has the stack's second dimension; in 0.21 the inputs.
         """
-        found = found._replace(experts=self.experts)
+        experts, outputs, inputs = self.names.experts, sum(part.shape[0] for part in self.parts), self.parts[0].shape[1]
+        found = found._replace(experts=experts)
         if found.down.dim() != 2 or found.up.dim() != 2:
             return found  # `_check` refuses it
-        if (*found.down.shape[1:], *found.up.shape[:1]) != (self.outputs, self.inputs):
+        if (*found.down.shape[1:], *found.up.shape[:1]) != (outputs, inputs):
             return found
-        if self.outputs == self.inputs:
+        if outputs == inputs:
             is_old = version is None or str(version).startswith(("0.17.", "0.18."))
             if str(version).startswith(("0.19.", "0.20.")):
                 return None
-            if self.transposed or not is_old:
+            if self.names.transposed or not is_old:
                 return found
-        is_whole = found.down.shape[0] % self.experts == found.up.shape[-1] % self.experts == 0
+        is_whole = found.down.shape[0] % experts == found.up.shape[-1] % experts == 0
         return found.transposed() if is_whole else found
 
 
@@ -347,14 +309,10 @@ def _read_peft(
 ) -> Iterator[tuple[str, LowRank]]:
     """Yield what an adapter adds, by the names of weights.
 
-    Args:
-        folder: of the adapter.
-        settings: of its configuration.
-        matrices: by module, not scaled yet.
-        stacks: of experts, by name, in the order of their module.
+    `matrices`: by module, not scaled yet. `stacks`: of experts, by name, in the order of their module.
     """
-    ranks, alphas = (_Pattern.list_of(folder, settings, name) for name in ("rank_pattern", "alpha_pattern"))
-    targets, until = settings.get("target_parameters") or [], time.monotonic() + _MATCHING_S
+    until, targets = time.monotonic() + _MATCHING_S, settings.get("target_parameters") or []
+    rank_of, alpha_of = (_pattern(folder, settings, name, until) for name in ("rank_pattern", "alpha_pattern"))
     if not isinstance(targets, list) or not all(isinstance(target, str) for target in targets):
         raise AdapterError(f"{folder / ADAPTER_FILE}: target_parameters is {shown(targets)}, and no list of names")
     for wrapper, pair in matrices.items():
@@ -364,10 +322,10 @@ def _read_peft(
         if found is None:
             raise AdapterError(f"{folder}: {module} is of square weights, and PEFT {shown(version)} may transpose them")
         rank, name = found.rank, weight if _is_target(weight, targets) else module  # what PEFT matches
-        stated = _of_module(ranks, name, settings.get("r"), until)
+        stated = rank_of(name, settings.get("r"))
         if stated != rank:
             raise AdapterError(f"{folder}: {module} has rank {rank}, and {ADAPTER_FILE} says {shown(stated)}")
-        alpha = _of_module(alphas, name, settings.get("lora_alpha"), until)
+        alpha = alpha_of(name, settings.get("lora_alpha"))
         if isinstance(alpha, bool) or not isinstance(alpha, (int, float)) or not abs(alpha) <= _MOST_ALPHA:
             raise AdapterError(f"{folder}: lora_alpha of {module} is {shown(alpha)}, and not a number")
         # with rsLoRA (Kalajdzievski, 2023) alpha / sqrt(rank)
@@ -376,14 +334,13 @@ def _read_peft(
 
 
 def _is_target(weight: str, targets: Iterable[Any]) -> bool:
-    """Whether PEFT takes a weight for one of `target_parameters`."""
     return any(f".{weight}".endswith(f".{target}") for target in targets)
 
 
 def _weight_of(wrapper: str, targets: Iterable[Any], stacks: Iterable[str]) -> str:
-    """Return the weight that the matrices of a module in PEFT's model are of.
+    """Return the weight that a module of PEFT's model changes.
 
-    Of a module's stacks PEFT wraps the first first: with two of them it is the `base_layer` of the second's wrapper.
+    PEFT wraps the stacks of a module one after another: the first one's wrapper is the `base_layer` of the second's.
     """
     module = wrapper
     while module.endswith(".base_layer"):
@@ -471,38 +428,26 @@ def _check(path: Path, module: str, found: LowRank, shape: tuple[int, ...], max_
         raise AdapterError(f"{path}: {module} has rank {rank}, and max_adapter_rank is {max_rank}")
 
 
-class _Pattern(NamedTuple):
-    """An expression for the names of modules, and what those have."""
+def _pattern(folder: Path, settings: Mapping[str, Any], field: str, until: float) -> Callable[[str, Any], Any]:
+    """Return what the expressions of a field say of a module; of one that none matches, the second argument."""
+    import regex  # only patterns need it
 
-    folder: Path
-    field: str
-    expression: regex.Pattern[str]
-    value: Any
-
-    @classmethod
-    def list_of(cls, folder: Path, settings: Mapping[str, Any], field: str) -> list[_Pattern]:
-        """Return those of a field of the configuration."""
-        import regex  # only patterns need it
-
-        given = settings.get(field) or {}
-        if not isinstance(given, dict):
-            raise AdapterError(f"{folder / ADAPTER_FILE}: {field} is {shown(given)}, and no object")
-        found = []
-        for key, value in given.items():
-            try:
-                found.append(cls(folder, field, regex.compile(rf"(.*\.)?({key})$"), value))  # as PEFT matches
-            except (regex.error, RecursionError) as error:
-                raise AdapterError(f"{folder / ADAPTER_FILE}: {field} has {shown(key)}: {error}") from error
-        return found
-
-
-def _of_module(patterns: list[_Pattern], name: str, otherwise: Any, until: float) -> Any:
-    """Return the value of the first expression that matches a module."""
-    for folder, field_name, expression, value in patterns:
+    given, file, expressions = settings.get(field) or {}, folder / ADAPTER_FILE, []
+    if not isinstance(given, dict):
+        raise AdapterError(f"{file}: {field} is {shown(given)}, and no object")
+    for key, value in given.items():
         try:
-            if expression.match(name, timeout=max(until - time.monotonic(), 1e-3), concurrent=True):
-                return value
+            expressions.append((regex.compile(rf"(.*\.)?({key})$"), value))  # as PEFT matches
+        except (regex.error, RecursionError) as error:
+            raise AdapterError(f"{file}: {field} has {shown(key)}: {error}") from error
+
+    def value_of(name: str, otherwise: Any) -> Any:
+        try:
+            for expression, value in expressions:
+                if expression.match(name, timeout=max(until - time.monotonic(), 1e-3), concurrent=True):
+                    return value
         except TimeoutError as error:
-            file = folder / ADAPTER_FILE
-            raise AdapterError(f"{file}: {field_name} takes longer than {_MATCHING_S} s to match") from error
-    return otherwise
+            raise AdapterError(f"{file}: {field} takes longer than {_MATCHING_S} s to match") from error
+        return otherwise
+
+    return value_of

@@ -10,7 +10,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ from graphdecode.kernels.norm.rms_norm import add_rms_norm, rms_norm
 from graphdecode.kernels.recurrent.state_tokens import StateTokens
 from graphdecode.linear.adapted import Adapted, AdaptedEmbedding, AdaptedExperts, AdapterSpan
 from graphdecode.linear.experts import ExpertForm, Gate
-from graphdecode.linear.weight_form import FusedProduct, WeightForm, tensors_in
+from graphdecode.linear.weight_form import FusedProduct, RowTable, StoredForm, WeightForm, tensors_in
 
 Attend = Callable[[Tensor, Tensor, LayerCache, AttentionOptions], None]  # out, q, cache, options
 AppendAndAttend = Callable[[Tensor, Tensor, LayerCache, QKNormRope, AttentionOptions], None]  # out, qkv, cache, ...
@@ -40,7 +40,7 @@ class StateStep(NamedTuple):
 
     at: slice  # among the pass's tokens
     before: Tensor  # int64 [n], rows of the states before the tokens
-    behind: Tensor  # int64 [n], rows of the states behind them
+    after: Tensor  # int64 [n], rows of the states after them
     is_new: Tensor  # bool [n], whether the token is its sequence's first, or padding
 
     def load(self, state: Tensor) -> Tensor:
@@ -49,8 +49,8 @@ class StateStep(NamedTuple):
         return state.index_select(0, self.before).masked_fill(is_new, 0.0)
 
     def store(self, state: Tensor, values: Tensor) -> None:
-        """Write the states behind the tokens, [n, ...], into those of all rows."""
-        state.index_copy_(0, self.behind, values.to(state.dtype))
+        """Write the states after the tokens, [n, ...], into those of all rows."""
+        state.index_copy_(0, self.after, values.to(state.dtype))
 
 
 class Tokens(NamedTuple):
@@ -79,7 +79,7 @@ class Tokens(NamedTuple):
         count, rows = self.ids.shape[0], self.rows if self.scan_rows is None else self.scan_rows
         is_dead = torch.arange(count, dtype=torch.int32, device=rows.device) >= self.live  # may have any values
         own = self.state_rows.index_select(0, rows.clamp(0, self.state_rows.shape[0] - 1))
-        before, behind = (
+        before, after = (
             torch.where(is_dead, states.null_row, each).to(torch.int64)
             for each in (own, own if self.kept_states is None else self.kept_states)
         )
@@ -88,8 +88,8 @@ class Tokens(NamedTuple):
         width = count if self.in_chunks else queries
         for first in range(width):
             at = slice(first, count, width)
-            known = behind[first - 1 :: width] if first and self.kept_states is not None else before[at]
-            yield StateStep(slice(begin + first, begin + count, width), known, behind[at], is_new[at])
+            known = after[first - 1 :: width] if first and self.kept_states is not None else before[at]
+            yield StateStep(slice(begin + first, begin + count, width), known, after[at], is_new[at])
 
     def adapter_span(self, begin: int) -> AdapterSpan | None:
         """Return the tokens, at `begin` of the pass, with their adapters; None if no row has one."""
@@ -134,7 +134,7 @@ class Block:
 
     def read_bytes(self, rows: int | None = None) -> int:
         """Return the bytes of products and norms that a step of `rows` rows reads; None: with all experts."""
-        children = [value for value in vars(self).values() if isinstance(value, (Block, WeightForm))]
+        children = [value for value in vars(self).values() if isinstance(value, (Block, StoredForm))]
         return sum(each.read_bytes(rows) if isinstance(each, Block) else each.nbytes for each in children)
 
 
@@ -180,7 +180,7 @@ class ResidualStream:
         self.attend = attend
         self.append_and_attend = append_and_attend
         # not None: the residual is not computed yet; stems that override the embedding compute it at once
-        is_plain = type(stem).run is Stem.run and type(stem).embed is Stem.embed
+        is_plain = stem.table is None and type(stem).run is Stem.run and type(stem).embed is Stem.embed
         is_plain &= stem.adapted is None or parts[0].adapters is None
         self._stem: Stem | None = stem if is_plain and len(parts) == 1 else None
         if self._stem is not None:
@@ -410,6 +410,7 @@ class Mixer(Block):
 class Attention(Mixer):
     """Rotary grouped-query attention over the layer's cache."""
 
+    has_keys: ClassVar[bool] = True  # False: the product gives only queries, and an earlier layer has the keys
     qkv: WeightForm  # [(heads + 2 kv_heads) * head_dim, hidden]
     q_norm: Norm | None  # per query head
     k_norm: Norm | None  # per key head
@@ -424,11 +425,14 @@ class Attention(Mixer):
         qkv = self.project(stream)
         attended = stream.buffer(self.o.in_features).view(qkv.shape[0], -1, self.head_dim)
         rope = self.rotation(qkv)
-        if stream.append_and_attend is not None:
+        if stream.append_and_attend is not None and self.has_keys:
             stream.append_and_attend(attended, qkv, cache, rope, self.options)
         else:
-            q = torch.empty_like(attended)
-            append_tokens(q, cache, qkv, stream.tokens, rope)
+            own, q = cache, torch.empty_like(attended)
+            if not self.has_keys:
+                own = replace(cache, keys=cache.keys[:, :, :0], values=cache.values[:, :, :0])
+            for span, part in stream.parts():
+                append_tokens(q[span], own, qkv[span], part, rope)
             stream.attend(attended, q, cache, self.options)
         self.finish(stream, attended.view(qkv.shape[0], -1))
 
@@ -450,23 +454,6 @@ class Attention(Mixer):
             None if self.k_norm is None else self.k_norm.weight,
             0.0 if self.q_norm is None else self.q_norm.eps,
         )
-
-
-@dataclass(frozen=True)
-class SharedKeysAttention(Attention):
-    """Attention over an earlier layer's keys and values; its product gives only queries."""
-
-    def run(self, stream: ResidualStream, cache: LayerState) -> None:
-        """Attend over the earlier layer's cache."""
-        assert isinstance(cache, LayerCache)
-        queries = self.project(stream)
-        attended = stream.buffer(self.o.in_features).view(queries.shape[0], -1, self.head_dim)
-        q, rope = torch.empty_like(attended), self.rotation(queries)
-        no_heads = replace(cache, keys=cache.keys[:, :, :0], values=cache.values[:, :, :0])
-        for span, part in stream.parts():
-            append_tokens(q[span], no_heads, queries[span], part, rope)
-        stream.attend(attended, q, cache, self.options)
-        self.finish(stream, attended.view(queries.shape[0], -1))
 
 
 class FeedForward(Block):
@@ -502,9 +489,10 @@ class Layer(Block):
 class Stem(Block):
     """The embedding, scaled."""
 
-    embedding: Tensor  # [vocab, hidden]
+    embedding: Tensor  # [vocab, hidden]; [0, hidden] if it is quantized
     scale: float = 1.0
-    adapted: AdaptedEmbedding | None = None  # slots for adapters
+    adapted: AdaptedEmbedding | None = None  # adapter slots
+    table: RowTable | None = None  # the quantized embedding, shared with a tied output layer
 
     def run(self, tokens: Tokens) -> Tensor:
         """Return the embedded tokens [t, hidden]; a stem with more operators overrides it."""
@@ -516,7 +504,10 @@ class Stem(Block):
 
     def embed(self, residual: Tensor, tokens: Tokens) -> None:
         """Write the embedded tokens into `residual`."""
-        embedding(residual, tokens.ids, self.embedding, tokens.live, self.scale)
+        if self.table is None:
+            embedding(residual, tokens.ids, self.embedding, tokens.live, self.scale)
+        else:
+            self.table.gather(residual, tokens.ids, tokens.live, self.scale)
 
     def residual(self, tokens: Tokens) -> Tensor:
         """Return memory [t, hidden]: float32 on a CPU; the model's dtype on a GPU, whose normed products read it."""
@@ -542,6 +533,15 @@ class Head(Block):
         return logits
 
 
+class Routing(NamedTuple):
+    """The experts of each token; a pair is a token and one of its experts. See `moe_route`."""
+
+    ids: Tensor  # int32 [t, top_k]
+    weights: Tensor  # float32 [t, top_k]
+    order: Tensor  # int32 [t * top_k], the pairs by expert
+    offsets: Tensor  # int32 [experts + 1]
+
+
 @dataclass(frozen=True)
 class Experts(Block):
     """The gated MLPs of a layer's experts; each expert's weights are read once for all its tokens."""
@@ -553,17 +553,14 @@ class Experts(Block):
     width: int  # intermediate size of an expert
     gate: Gate  # activation of `gate_up`'s halves
 
-    def adapters(self, stream: ResidualStream, ids: Tensor) -> AdapterSpan | None:
-        """Return the adapters of the pairs of `moe_route`; None if there is no room for any, or no row has one."""
-        return stream.adapted_pairs(ids, self.count) if isinstance(self.down, AdaptedExperts) else None
-
-    def run(self, hidden: Tensor, order: Tensor, offsets: Tensor, adapters: AdapterSpan | None) -> Tensor:
-        """Return the outputs for the pairs of `moe_route`, [tokens * top_k, hidden]."""
+    def run(self, stream: ResidualStream, hidden: Tensor, routing: Routing) -> Tensor:
+        """Return the outputs of all pairs, [tokens * top_k, hidden], for the inputs `hidden`."""
+        adapters = stream.adapted_pairs(routing.ids, self.count) if isinstance(self.down, AdaptedExperts) else None
         pairs, dtype = hidden.shape[0] * self.top_k, torch.float32 if self.down.gives_floats else None
         inner, out = hidden.new_empty((pairs, self.width)), hidden.new_empty((pairs, hidden.shape[1]), dtype=dtype)
         for form, to, x, routed in (
-            (self.gate_up, inner, hidden, Routed(order, offsets, self.top_k, *self.gate)),
-            (self.down, out, inner, Routed(order, offsets, 1)),
+            (self.gate_up, inner, hidden, Routed(routing.order, routing.offsets, self.top_k, *self.gate)),
+            (self.down, out, inner, Routed(routing.order, routing.offsets, 1)),
         ):
             if adapters is None or not isinstance(form, AdaptedExperts):
                 form.apply(to, x, routed)
@@ -591,8 +588,8 @@ class SparseMlp(FeedForward):
         rows, count = stream.hidden.shape[0], self.experts.count
         logits = stream.buffer_for(self.router, "router")
         stream.project(self.router, logits)
-        ids, weights, order, offsets = self.route(logits[:, :count], stream.live)
-        outputs = self.outputs(stream, logits, ids, weights, order, offsets)
+        routing = self.route(logits[:, :count], stream.live)
+        outputs, ids, weights = self.outputs(stream, logits, routing), routing.ids, routing.weights
         if self.shared is None:
             moe_combine(stream.output_buffer(in_floats=self.experts.down.gives_floats), outputs, ids, weights)
         else:
@@ -601,20 +598,18 @@ class SparseMlp(FeedForward):
             gate = logits[:, count:] if is_gated else logits.new_full((rows, 1), _OPEN_GATE)
             moe_combine(stream.output, outputs, ids, weights, gate)
 
-    def outputs(
-        self, stream: ResidualStream, logits: Tensor, ids: Tensor, weights: Tensor, order: Tensor, offsets: Tensor
-    ) -> Tensor:
-        """Return the experts' outputs for the pairs of `moe_route`, still without `weights`."""
-        return self.experts.run(stream.hidden, order, offsets, self.experts.adapters(stream, ids))
+    def outputs(self, stream: ResidualStream, logits: Tensor, routing: Routing) -> Tensor:
+        """Return the experts' outputs of all pairs, not yet weighted."""
+        return self.experts.run(stream, stream.hidden, routing)
 
-    def route(self, logits: Tensor, live: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return ids, weights, order and offsets of `moe_route`, given the logits [t, experts]."""
+    def route(self, logits: Tensor, live: Tensor) -> Routing:
+        """Return each token's experts, given the logits [t, experts]."""
         rows, count, top_k = logits.shape[0], self.experts.count, self.experts.top_k
         ids, order = (logits.new_empty(size, dtype=torch.int32) for size in ((rows, top_k), (rows * top_k,)))
         offsets = logits.new_empty((count + 1,), dtype=torch.int32)
         weights = logits.new_empty((rows, top_k), dtype=torch.float32)
         moe_route(ids, weights, order, offsets, logits, live, self.renormalize)
-        return ids, weights, order, offsets
+        return Routing(ids, weights, order, offsets)
 
 
 @dataclass(frozen=True)

@@ -16,15 +16,16 @@ from graphdecode.errors import shown
 from graphdecode.linear.quantized_weight import QuantizedWeight
 from graphdecode.linear.weight_form import Shard, Stored
 from graphdecode.models.adapters import ADAPTER_FILE
-from graphdecode.models.config import ModelConfig, UnsupportedModelError, flag, read_json, token_ids
+from graphdecode.models.config import ModelConfig
 from graphdecode.models.family import config_of, family_of
+from graphdecode.models.fields import UnsupportedModelError, eos_token_ids, flag, read_json
 from graphdecode.models.quantized.method import Method, PackedTensor
 from graphdecode.models.quantized.methods import CONFIGURATIONS, method_of
 from graphdecode.models.source import installed_as, refuse_pointer, require_file, resolve_model_path
 from graphdecode.models.weight_map import CheckpointError
 
 _NAMES_SHOWN = 5
-_BARE = "model."  # prefix that checkpoints without a head leave out of tensor names
+_PREFIX = "model."  # prefix that checkpoints without a head leave out of tensor names
 _SAMPLED = ("temperature", "top_k", "top_p", "min_p")  # used by transformers if do_sample is true
 _ALWAYS = ("repetition_penalty",)
 GENERATION_FILE = "generation_config.json"
@@ -72,7 +73,7 @@ class Checkpoint:
         if "eos_token_id" not in settings:
             return config
         try:
-            return replace(config, eos_token_ids=token_ids(settings, "eos_token_id"))
+            return replace(config, eos_token_ids=eos_token_ids(settings))
         except UnsupportedModelError as error:
             raise UnsupportedModelError(f"{generation}: {error}") from error
 
@@ -90,8 +91,8 @@ class Checkpoint:
                         self._place_of[name] = (file, name)
             except (OSError, SafetensorError) as error:
                 raise CheckpointError(f"{file}: {_what_is_missing(file) or error}") from error
-        if self._is_bare(found):
-            stored_as = {name if name.startswith("lm_head.") else f"{_BARE}{name}": name for name in found}
+        if self._lacks_prefix(found):
+            stored_as = {name if name.startswith("lm_head.") else f"{_PREFIX}{name}": name for name in found}
             self._place_of = {name: self._place_of[stored] for name, stored in stored_as.items()}
             found = {name: found[stored] for name, stored in stored_as.items()}
         method = self._method
@@ -99,7 +100,11 @@ class Checkpoint:
             return found
         self._packed = dict(method.find(found, self._part))
         used = {name for packed in self._packed.values() for name in packed.tensors.values()}
-        plain = {name: stored for name, stored in found.items() if name not in used and not name.endswith(method.spare)}
+        plain = {
+            name: stored
+            for name, stored in found.items()
+            if name not in used and not name.endswith(method.unused_suffixes)
+        }
         return plain | {name: packed.stored for name, packed in self._packed.items()}
 
     def read(self, name: str, out: Tensor, shard: Shard | None = None) -> None:
@@ -120,17 +125,16 @@ class Checkpoint:
         with safe_open(file, framework="pt", device=str(device)) as reader:
             return reader.get_slice(stored)[part] if part else reader.get_tensor(stored)
 
-    def _is_bare(self, found: Mapping[str, Stored]) -> bool:
-        """Whether tensor names lack the prefix, as in embedding models."""
+    def _lacks_prefix(self, found: Mapping[str, Stored]) -> bool:
         embedding = "embed_tokens.weight"
-        if embedding not in found or f"{_BARE}{embedding}" in found:
+        if embedding not in found or f"{_PREFIX}{embedding}" in found:
             return False
         try:
             config = self.config()
         except UnsupportedModelError:
             return False
         (part, *_) = family_of(config.architecture).weights(config)["embedding"]
-        return part.name == f"{_BARE}{embedding}"
+        return part.name == f"{_PREFIX}{embedding}"
 
     @cached_property
     def _method(self) -> Method | None:

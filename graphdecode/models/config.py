@@ -9,26 +9,9 @@ import torch
 from graphdecode.attention import AttentionOptions
 from graphdecode.cache import Keys, Recurrent
 from graphdecode.errors import shown
-from graphdecode.models.fields import UnsupportedModelError, choice, count, flag, number, read_json, token_ids
+from graphdecode.models.fields import UnsupportedModelError, choice, count, eos_token_ids, flag, number
 from graphdecode.models.rope import RopeConfig
 
-__all__ = [  # for families
-    "DTYPES",
-    "ModelConfig",
-    "UnsupportedModelError",
-    "all_but_every",
-    "choice",
-    "common_fields",
-    "count",
-    "flag",
-    "layer_kinds",
-    "layer_ropes",
-    "layer_windows",
-    "number",
-    "read_json",
-    "switched_windows",
-    "token_ids",
-]
 _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -81,7 +64,7 @@ class ModelShape:
         """Channels of a head's values: fewer than of its keys where those are latent."""
         return (self.layer_keys[0].latent_rank if self.layer_keys else 0) or self.head_dim
 
-    def keeper(self, layer: int) -> int:
+    def layer_of_keys(self, layer: int) -> int:
         """Return the layer whose keys and values a layer reads: itself, or the one that it shares them with."""
         shared_with = self.layer_keys[layer].shared_with if self.layer_keys else None
         return layer if shared_with is None else shared_with
@@ -156,7 +139,7 @@ def common_fields(settings: dict[str, Any], *, may_be_partial: bool = False) -> 
         "max_position_embeddings": max_positions,
         "rope": RopeConfig.from_dict(settings, max_positions, may_be_partial=may_be_partial),
         "tie_word_embeddings": flag(settings, "tie_word_embeddings", False),
-        "eos_token_ids": token_ids(settings, "eos_token_id"),
+        "eos_token_ids": eos_token_ids(settings),
         "dtype": DTYPES[dtype],
     }
 

@@ -69,7 +69,7 @@ class Decoder(Model):
     """A decoder-only model of blocks."""
 
     config: ModelConfig
-    takes_rolling_pages = True
+    supports_mix = takes_rolling_pages = True
 
     def __init__(
         self,
@@ -123,7 +123,7 @@ class Decoder(Model):
     def mix(
         self, batch: Batch, chunks: Chunks, caches: Sequence[LayerState], attention: PagedDecodeAttention
     ) -> Tensor:
-        """Run one decode step and prompt chunks in one pass; see `MixingModel.mix`.
+        """Run one decode step and prompt chunks in one pass; see `Model.mix`.
 
         Operators other than attention take all tokens in one launch, the chunks' first.
         """
@@ -165,8 +165,7 @@ class Decoder(Model):
         attend: Attend,
         append: AppendAndAttend | None = None,
     ) -> ResidualStream:
-        """Return the stream after the last layer."""
         stream = ResidualStream(parts, self.stem, attend, append)
         for index, layer in enumerate(self.layers):
-            layer.run(stream, caches[self.config.keeper(index)])
+            layer.run(stream, caches[self.config.layer_of_keys(index)])
         return stream

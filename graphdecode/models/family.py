@@ -3,33 +3,21 @@
 import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
 
 from graphdecode.errors import ArgumentError, shown
 from graphdecode.extensions import BRING_YOUR_OWN, EntryPoints, refuse_taken
-from graphdecode.linear.weight_form import RowTable, Stored
+from graphdecode.linear.weight_form import Stored
 from graphdecode.linear.wrapped import Gathered
-from graphdecode.models.blocks import Head, Layer, Stem, Tokens
+from graphdecode.models.blocks import Head, Layer, Stem
 from graphdecode.models.config import ModelConfig, UnsupportedModelError
 from graphdecode.models.families import ARCHITECTURES
 from graphdecode.models.split_blocks import SplitStem
 from graphdecode.models.weight_map import Part, WeightMap
 from graphdecode.models.weights import Weights
-
-
-@dataclass(frozen=True)
-class BlocksStem(Stem):
-    """A quantized embedding; rows are dequantized when gathered. `embedding` is empty, and gives dtype and columns."""
-
-    table: RowTable = field(kw_only=True)  # shared with a tied output layer
-
-    def embed(self, residual: Tensor, tokens: Tokens) -> None:
-        """Write the embedded tokens into `residual`."""
-        self.table.gather(residual, tokens.ids, tokens.live, self.scale)
 
 
 class Family(ABC):
@@ -40,7 +28,7 @@ class Family(ABC):
     # layout of stacked experts; see `ExpertNames`
     experts_interleaved: ClassVar[bool] = False
     experts_transposed: ClassVar[bool] = False
-    experts_apart: ClassVar[bool] = True  # whether transformers reads a tensor for each expert, too
+    experts_separate: ClassVar[bool] = True  # whether transformers reads a tensor for each expert, too
 
     @abstractmethod
     def config(self, settings: dict[str, Any]) -> ModelConfig:
@@ -65,16 +53,14 @@ class Family(ABC):
     def stem(self, config: ModelConfig, weights: Weights) -> Stem:
         """Read and return the embedding."""
         # rounded to the dtype, as in training
-        scale, shared = float(torch.tensor(config.embedding_scale, dtype=weights.dtype)), weights.shared
-        rows = weights.embedding_rows()
-        if rows is not None:
-            no_rows = torch.empty(0, config.hidden_size, dtype=weights.dtype, device=weights.device)
-            stem: Stem = BlocksStem(no_rows, scale, table=rows)
-        else:
-            stem = Stem(weights.tensor("embedding"), scale)
-        if shared is not None:
-            begin, end = (config.vocab_size * rank // shared.count for rank in (shared.rank, shared.rank + 1))
-            stem = SplitStem(stem.embedding, scale, part=stem, begin=begin, end=end, collectives=shared)
+        scale, collectives = float(torch.tensor(config.embedding_scale, dtype=weights.dtype)), weights.collectives
+        table = weights.embedding_rows()
+        no_rows = torch.empty(0, config.hidden_size, dtype=weights.dtype, device=weights.device)
+        stem = Stem(weights.tensor("embedding") if table is None else no_rows, scale, table=table)
+        if collectives is not None:
+            rank, count = collectives.rank, collectives.count
+            begin, end = (config.vocab_size * each // count for each in (rank, rank + 1))
+            stem = SplitStem(stem.embedding, scale, part=stem, begin=begin, end=end, collectives=collectives)
         return replace(stem, adapted=weights.embedding_adapters(config.vocab_size))
 
     def head(self, config: ModelConfig, weights: Weights, stem: Stem) -> Head:
@@ -82,9 +68,9 @@ class Family(ABC):
         final_norm = weights.norm("final_norm", config.rms_norm_eps)
         if config.logits_scale != 1.0:
             final_norm = replace(final_norm, weight=final_norm.weight * config.logits_scale)
-        lm_head, shared = weights.linear("lm_head", tied=stem.embedding, in_floats=True), weights.shared
-        if shared is not None:
-            lm_head = Gathered((config.vocab_size, config.hidden_size), None, lm_head, shared, "lm_head")
+        lm_head = weights.linear("lm_head", tied=stem.embedding, in_floats=True)
+        if weights.collectives is not None:
+            lm_head = Gathered((config.vocab_size, config.hidden_size), None, lm_head, weights.collectives, "lm_head")
         return Head(final_norm, weights.adapted_head(lm_head), config.logits_soft_cap)
 
 
@@ -135,7 +121,9 @@ def config_of(settings: dict[str, Any]) -> ModelConfig:
     return family_of(names[0] if isinstance(names, list) and names else names).config(settings)
 
 
-def edges(config: ModelConfig, *, embedding: str = "model.embed_tokens", final_norm: str = "model.norm") -> WeightMap:
+def outer_weights(
+    config: ModelConfig, *, embedding: str = "model.embed_tokens", final_norm: str = "model.norm"
+) -> WeightMap:
     """Return the weight map of embedding, final norm and output layer, given their modules in the source."""
     table = (config.vocab_size, config.hidden_size)
     places: WeightMap = {

@@ -80,8 +80,9 @@ def choice(settings: Mapping[str, Any], name: str, choices: Iterable[str]) -> st
     return value
 
 
-def token_ids(settings: Mapping[str, Any], name: str) -> tuple[int, ...]:
-    """Return a field with a token id or a list of them; () if it is absent or null."""
+def eos_token_ids(settings: Mapping[str, Any]) -> tuple[int, ...]:
+    """Return `eos_token_id`, a token id or a list of them; () if it is absent or null."""
+    name = "eos_token_id"
     value = settings.get(name)
     ids = value if isinstance(value, list) else [] if value is None else [value]
     if not all(map(_is_integer, ids)):

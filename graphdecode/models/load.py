@@ -33,13 +33,14 @@ from graphdecode.linear.weight_form import FormOptions, LinearNames, Stored, Ten
 from graphdecode.memory import advise, storage_spans
 from graphdecode.models.adapters import AdapterSlots
 from graphdecode.models.checkpoint import Checkpoint
-from graphdecode.models.config import DTYPES, ModelConfig, ModelShape, read_json
+from graphdecode.models.config import DTYPES, ModelConfig, ModelShape
 from graphdecode.models.decoder import Decoder
-from graphdecode.models.family import Family, family_of, known_families
+from graphdecode.models.family import family_of, known_families
+from graphdecode.models.fields import read_json
 from graphdecode.models.gguf.source import Gguf
 from graphdecode.models.model import Model
 from graphdecode.models.quantized.methods import METHODS
-from graphdecode.models.quantized.on_load import FORMS_OF, PLAIN, RoundedSource, quantized_on_load
+from graphdecode.models.quantized.on_load import FORMS_OF, PLAIN, QuantizingSource, quantized_on_load
 from graphdecode.models.shapes import RandomWeights
 from graphdecode.models.split import SplitSource, split_config
 from graphdecode.models.transformers_backend import AdoptedConfig, AdoptedFolder
@@ -175,7 +176,7 @@ def _scale(source: TensorSource, name: str, num_kv_heads: int) -> float:
 
 
 _STACKED = {".experts.down_proj": Stored((), "F32")}  # of a checkpoint that has one tensor for all experts of a layer
-_EXPANDED = "none"  # value of `quantize` for dequantizing stored weights
+_DEQUANTIZE = "none"  # value of `quantize` for dequantizing stored weights
 
 
 def resolve_device(device: str | torch.device) -> torch.device:
@@ -312,7 +313,7 @@ def weight_bytes(
     `model` and `quantize` are as for `load_model`; `dtype` is that of weights that are not kept quantized.
     """
     source = open_source(model)
-    if isinstance(config, AdoptedConfig) or quantize == _EXPANDED:
+    if isinstance(config, AdoptedConfig) or quantize == _DEQUANTIZE:
         return num_parameters(config) * dtype.itemsize
     keeps_blocks = _has_blocks(source, device, native.is_expected)
 
@@ -367,47 +368,44 @@ def load_model(
     """
     device = torch.device(device)
     source = open_source(model, replaced)
-    quantize = _unless_stored_so(quantize, source)
-    expands = quantize == _EXPANDED
-
-    def options_of(config: ModelShape, numbers: int) -> FormOptions:
-        chosen = resolve_dtype(dtype, config.dtype, device, integer_quantized=config.integer_quantized)
-        tuner = LinearTuner(numbers * chosen.itemsize, ChoiceCache())
-        given = FormOptions(device, chosen, tuner, batch_sizes, quantize, batch_invariant)
-        return _checked_options(given, config, quantize_group_size)
-
-    by_transformers = adopted(source, model_impl, trust_remote_code=trust_remote_code)
+    quantize = _without_stored_method(quantize, source)
+    dequantizes = quantize == _DEQUANTIZE
+    folder = adopted(source, model_impl, trust_remote_code=trust_remote_code)
+    config = source.config() if folder is None else folder.config
+    if folder is not None and shared is not None:
+        split_config(config, shared.count)  # raises
+    if dequantizes:
+        quantize = None
+    elif quantize is None and folder is None and _has_blocks(source, device, native.library):
+        quantize = "gguf"
+    chosen = resolve_dtype(dtype, config.dtype, device, integer_quantized=config.integer_quantized)
+    tuner = LinearTuner(num_parameters(config) * chosen.itemsize, ChoiceCache())
+    options = FormOptions(device, chosen, tuner, batch_sizes, quantize, batch_invariant)
+    options = _checked_options(options, config, quantize_group_size)
     slots = (max_adapters, max_adapter_rank, adapt_experts)
-    if by_transformers is not None:
+    if folder is not None:
+        loaded = _load_adopted(folder, source, options, quantize, slots, progress, replaced or {})
+    else:
+        assert isinstance(config, ModelConfig)
+        family, weight_map = family_of(config.architecture), _check_weights(source, config)
+        quantizing = _quantizing(source, config, options, quantize, quantize_group_size)
+        weights_from: TensorSource = quantizing or (_Dequantized(source) if dequantizes else source)
+        own = weight_map = weight_map if quantizing is None else quantizing.weight_map
+        positions = min(max_sequence_length or config.max_position_embeddings, config.max_position_embeddings)
+        scales = read_cache_scales(source, config.num_hidden_layers, config.num_key_value_heads)
+        layouts = () if config.experts is None else (family.weights(config), family.weights_in(config, _STACKED))
         if shared is not None:
-            split_config(by_transformers.config, shared.count)
-        options = options_of(by_transformers.config, by_transformers.config.num_parameters)
-        return _load_adopted(by_transformers, source, options, None if expands else quantize, slots, progress, replaced)
-    config = source.config()
-    family = family_of(config.architecture)
-    if expands or quantize is None:
-        quantize = "gguf" if not expands and _has_blocks(source, device, native.library) else None
-    weight_map = family.weights_in(config, source.tensors)
-    options = options_of(config, sum(math.prod(part.shape) for part in parts(weight_map) if len(part.shape) >= 2))
-    _check_weights(source, config)
-    rounded = _rounded(source, config, options, quantize, quantize_group_size)
-    weights_from: TensorSource = rounded or (_Expanded(source) if expands else source)
-    weight_map = weight_map if rounded is None else rounded.weight_map
-    positions = min(max_sequence_length or config.max_position_embeddings, config.max_position_embeddings)
-    scales = read_cache_scales(source, config.num_hidden_layers, config.num_key_value_heads)
-    own, layouts = weight_map, _layouts(family, config)
-    if shared is not None:
-        weights_from = shard = SplitSource(weights_from, weight_map, shared.rank, shared.count)
-        config, own = split_config(config, shared.count), shard.weight_map
-    adapters = AdapterSlots(*slots, options.dtype, device, config, layouts) if max_adapters else None
-    weights = Weights(weights_from, own, options, positions, family.norm_offset, shared, adapters)
-    loaded = _build(config, weights, scales, weight_map, progress)
-    return _with_memory_returned(loaded, device, joins_pages=replaced is None)
-
-
-def _layouts(family: Family, config: ModelConfig) -> tuple[WeightMap, ...]:
-    """Return a model's map with experts apart, and with them in stacks; () if it has none."""
-    return () if config.experts is None else (family.weights(config), family.weights_in(config, _STACKED))
+            weights_from = shard = SplitSource(weights_from, weight_map, shared.rank, shared.count)
+            config, own = split_config(config, shared.count), shard.weight_map
+        adapters = AdapterSlots(*slots, options.dtype, device, config, layouts) if max_adapters else None
+        weights = Weights(weights_from, own, options, positions, family.norm_offset, shared, adapters)
+        loaded = _build(config, weights, scales, weight_map, progress)
+    return_free_memory()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # the KV cache is sized by free memory, and tuning has allocated much
+    elif device.type == "cpu" and replaced is None:
+        start_joining_pages(loaded)
+    return loaded
 
 
 def _load_adopted(
@@ -417,17 +415,15 @@ def _load_adopted(
     quantize: str | None,
     slots: tuple[int, int, bool],
     progress: bool,
-    replaced: Mapping[str, Tensor] | None,
+    replaced: Mapping[str, Tensor],
 ) -> Model:
-    """Load a model that transformers runs; `slots`: adapter slots, largest rank, and whether of experts."""
     if options.quantize != quantize:
-        raise ArgumentError(f"quantize={quantize!r} cannot be had for a model that transformers runs")
+        raise ArgumentError(f"quantize={quantize!r} is not available for a model that transformers runs")
     if slots[0] and slots[2]:
         raise ArgumentError(f"adapt_experts is for models of our families, and transformers runs {source.name}")
     folder.check_files(source)
     adapters = AdapterSlots(*slots, options.dtype, options.device, folder.config) if slots[0] else None
-    loaded = folder.load(options, adapters, progress=progress, replaced=replaced or {})
-    return _with_memory_returned(loaded, options.device, joins_pages=replaced is None)
+    return folder.load(options, adapters, progress=progress, replaced=replaced)
 
 
 def _checked_options(options: FormOptions, config: ModelShape, group_size: int | None) -> FormOptions:
@@ -440,24 +436,26 @@ def _checked_options(options: FormOptions, config: ModelShape, group_size: int |
     has_experts = isinstance(config, ModelConfig) and config.experts is not None
     if quantize in FORMS_OF and (group_size is not None or has_experts or not has_form(options)):
         options = replace(options, quantize=FORMS_OF[quantize])
-    check_options(options, (*FORMS_OF, _EXPANDED))
+    check_options(options, (*FORMS_OF, _DEQUANTIZE))
     if options.batch_invariant:
         _check_invariance(config, device)
     return options
 
 
-def _rounded(
+def _quantizing(
     source: Source, config: ModelConfig, options: FormOptions, quantize: str | None, group_size: int | None
-) -> RoundedSource | None:
+) -> QuantizingSource | None:
     """Return a source that quantizes weights on load; None if `quantize` does not need one."""
     if quantize is not None and options.quantize != quantize:
-        rounded = quantized_on_load(source, config, quantize, group_size)
-        kinds = {stored.dtype: name for name, stored in rounded.tensors.items() if stored.dtype not in PLAIN}
+        quantizing = quantized_on_load(source, config, quantize, group_size)
+        kinds = {stored.dtype: name for name, stored in quantizing.tensors.items() if stored.dtype not in PLAIN}
         for kind, name in kinds.items():  # without a form, it would be dequantized again
-            if quantized_form(rounded, LinearNames((name,)), options) is None:
+            if quantized_form(quantizing, LinearNames((name,)), options) is None:
                 where = options.device.type
-                raise ArgumentError(f"quantize={quantize!r} cannot be had here: nothing multiplies {kind} on a {where}")
-        return rounded
+                raise ArgumentError(
+                    f"quantize={quantize!r} is not available here: nothing multiplies {kind} on a {where}"
+                )
+        return quantizing
     if group_size is not None:
         raise ArgumentError(f"quantize_group_size is for quantize='int4' and 'int8', and quantize is {quantize!r}")
     is_checkpoint = not _keeps_blocks(source)  # types of the same name in a GGUF file are blocks
@@ -466,7 +464,7 @@ def _rounded(
     return None
 
 
-def _unless_stored_so(quantize: str | None, source: Source) -> str | None:
+def _without_stored_method(quantize: str | None, source: Source) -> str | None:
     """Return `quantize`, or None if it names the method that the weights are stored in."""
     if quantize == "gguf" and not _keeps_blocks(source):
         raise ArgumentError(f"quantize='gguf' keeps the blocks of a GGUF file, and {source.name} is none")
@@ -480,7 +478,7 @@ def _unless_stored_so(quantize: str | None, source: Source) -> str | None:
     return None if quantize == stored else quantize
 
 
-class _Expanded:
+class _Dequantized:
     """A source without `read_quantized`: its weights are dequantized."""
 
     def __init__(self, source: TensorSource) -> None:
@@ -488,7 +486,6 @@ class _Expanded:
 
 
 def _keeps_blocks(source: TensorSource) -> bool:
-    """Whether a source's quantized weights are GGUF blocks."""
     return bool(getattr(source, "keeps_blocks", False))
 
 
@@ -500,7 +497,8 @@ def _has_blocks(source: TensorSource, device: torch.device, compiled: _Compiled)
     return _keeps_blocks(source) and any(stored.dtype in kinds for stored in source.tensors.values())
 
 
-def _check_weights(source: Source, config: ModelConfig) -> None:
+def _check_weights(source: Source, config: ModelConfig) -> WeightMap:
+    """Return the weight map of a source; raise CheckpointError if its tensors do not fit."""
     weight_map = family_of(config.architecture).weights_in(config, source.tensors)
     unused = {"lm_head.weight"} if config.tie_word_embeddings else set()
     scales = cache_scale_names(source.tensors, config.num_hidden_layers)
@@ -510,6 +508,7 @@ def _check_weights(source: Source, config: ModelConfig) -> None:
     of_groups = {name for name, stored in source.tensors.items() if stored.dtype in GROUP_TYPES}
     unused |= {name.removesuffix("weight") + "bias" for name in of_groups} - named
     check(source.name, source.tensors, weight_map, frozenset(unused))
+    return weight_map
 
 
 def _build(
@@ -534,15 +533,6 @@ def _build(
             names = [whole["embedding"][0].name] + ["lm_head.weight"] * ("lm_head" not in whole)
             weights.adapters.bases.update({name.removesuffix(".weight"): stem.embedding for name in names})
     return decoder
-
-
-def _with_memory_returned(model: Model, device: torch.device, *, joins_pages: bool) -> Model:
-    return_free_memory()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()  # the KV cache is sized by free memory, and tuning has allocated much
-    elif device.type == "cpu" and joins_pages:
-        start_joining_pages(model)
-    return model
 
 
 def start_joining_pages(model: Model) -> None:

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,6 +40,7 @@ class Model(ABC):
     device: torch.device
     cache_scales: list[tuple[float, float]]  # key and value scales of each layer, for an fp8 cache
     adapters: AdapterSlots | None = None  # None: it was loaded without adapter slots
+    supports_mix: bool = False  # whether it supports mixed steps
     most_prompt_tokens: int = 2**31 - 1  # of a prefill pass
     takes_rolling_pages: bool = False  # whether it reads `rolling_table` for layers with rolling pages
 
@@ -105,15 +106,11 @@ class Model(ABC):
     def logits(self, passed: Any, begin: int, end: int) -> Tensor:
         """Return the logits, float32 [end - begin, vocab], of a span of the last prefill's tokens, all of one row."""
 
-
-@runtime_checkable
-class MixingModel(Protocol):
-    """A `Model` that supports mixed steps."""
-
     def mix(
         self, batch: Batch, chunks: Chunks, caches: Sequence[LayerState], attention: PagedDecodeAttention
     ) -> Tensor:
         """Run `decode` and `prefill` in one pass, and return the logits of the rows, float32 [b, vocab].
 
-        A row's prompt may end with a chunk of the same pass: the row feeds the next token.
+        A row's prompt may end with a chunk of the same pass: the row feeds the next token. Only if `supports_mix`.
         """
+        raise NotImplementedError

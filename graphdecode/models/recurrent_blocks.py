@@ -36,7 +36,6 @@ class GatedAttention(Attention):
     gate_order: Tensor  # int64 [heads * head_dim]
 
     def project(self, stream: ResidualStream) -> Tensor:
-        """Return queries, keys and values of the tokens."""
         return reordered(stream, super().project(stream), self.qkv_order, "qkv")
 
     def finish(self, stream: ResidualStream, attended: Tensor) -> None:
@@ -67,7 +66,6 @@ class ShortConv(RecurrentMixer):
     out_proj: WeightForm  # [hidden, channels]
 
     def run(self, stream: ResidualStream, cache: LayerState) -> None:
-        """Advance the layer's states by the tokens, and set the output."""
         (conv_state,) = cache
         bcx = stream.buffer_for(self.in_proj)
         stream.project(self.in_proj, bcx)
@@ -91,7 +89,6 @@ class DeltaNet(RecurrentMixer):
     strength: float = 1.0  # greatest strength of the delta rule
 
     def run(self, stream: ResidualStream, cache: LayerState) -> None:
-        """Advance the layer's states by the tokens, and set the output."""
         conv_state, state = cache
         projected = stream.buffer_for(self.in_proj)
         stream.project(self.in_proj, projected)
@@ -124,7 +121,6 @@ class Mamba2(RecurrentMixer):
     out_proj: WeightForm  # [hidden, channels]
 
     def run(self, stream: ResidualStream, cache: LayerState) -> None:
-        """Advance the layer's states by the tokens, and set the output."""
         stream.set_output(self.out_proj, self.read(stream, cache))
 
     def read(self, stream: ResidualStream, cache: LayerState) -> Tensor:
@@ -158,7 +154,6 @@ class JointlyNormedMamba2(Mamba2):
     ranks_of_group: int = field(kw_only=True)  # adjacent ranks that share a group
 
     def finish(self, normed: Tensor, read: Tensor, gate: Tensor) -> None:
-        """Write `read`, the output of the scan, normed and gated into `normed`, [t, channels]."""
         assert self.norm is not None
         active = torch.nn.functional.silu(gate.float())
         x = read.float() if self.norm_first else read.float() * active

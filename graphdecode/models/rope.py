@@ -115,7 +115,6 @@ def _number(fields: dict[str, Any], name: str, default: float | None = None) -> 
 
 
 def _factors(fields: dict[str, Any], name: str) -> tuple[float, ...]:
-    """Return a field with a list of numbers > 0."""
     value = fields.get(name)
     if not isinstance(value, list) or not value:
         raise UnsupportedModelError(

@@ -68,10 +68,9 @@ def shape_config(name: str) -> ModelConfig:
 class RandomWeights:
     """Random normal tensors of a shape's model; norm weights are 1."""
 
-    def __init__(self, model: str | Path, seed: int = 0) -> None:
+    def __init__(self, model: str | Path) -> None:
         self.name = str(model)
         self._config = shape_config(self.name)
-        self._seed = seed
         self._generator: torch.Generator | None = None
 
     @classmethod
@@ -95,7 +94,7 @@ class RandomWeights:
             out.fill_(1.0)
             return
         if self._generator is None:
-            self._generator = torch.Generator(out.device).manual_seed(self._seed)
+            self._generator = torch.Generator(out.device).manual_seed(0)
         shape = self.tensors[name].shape
         whole = out if shard is None else out.new_empty(shape)
         whole.normal_(0.0, _STANDARD_DEVIATION, generator=self._generator)

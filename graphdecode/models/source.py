@@ -261,7 +261,6 @@ def _here() -> str:
 
 
 def _gguf_in(path: Path) -> Path | None:
-    """Return the GGUF file of a folder without safetensors, if any."""
     found = models_in(path) if path.is_dir() else []
     return path / _one_of(found, str(path), "give the path of one of them") if found else None
 

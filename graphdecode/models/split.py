@@ -115,7 +115,7 @@ class SplitSource:
         if stored.order is not None:
             why = "has columns of all groups, for they are in another order (GPTQ's desc_act)"
         raise ArgumentError(
-            f"tensor_parallel_size={self._count} cannot be had: a part of {name}, {list(part.shape)}, {why}"
+            f"tensor_parallel_size={self._count} is not available: a part of {name}, {list(part.shape)}, {why}"
         )
 
     def _shape(self, part: Part) -> tuple[int, ...]:

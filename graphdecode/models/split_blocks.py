@@ -23,11 +23,9 @@ class SplitStem(Stem):
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All tensors that a step only reads."""
         return [*self.part.tensors, *tensors_in(self.adapted)]
 
     def embed(self, residual: Tensor, tokens: Tokens) -> None:
-        """Write the embedded tokens into `residual`."""
         self.part.embed(residual, tokens._replace(ids=tokens.ids - self.begin))
         is_elsewhere = (tokens.ids < self.begin) | (tokens.ids >= self.end)
         residual.masked_fill_(is_elsewhere.unsqueeze(1), 0.0)

@@ -40,14 +40,11 @@ WeightMap = dict[str, tuple[Part, ...]]  # name in the model -> tensors, concate
 def product(
     place: str, names: Mapping[str, int | tuple[Run, ...]], in_features: int, *, split: int | None, bias: bool = False
 ) -> WeightMap:
-    """Return the weight map of a linear layer: `place`, and `place.bias` if it has a bias.
+    """Return the weight map of a linear layer: `place`, its name in the model, and `place.bias` if it has a bias.
 
     Args:
-        place: name in the model.
-        names: names of its parts in the source, without `.weight` and `.bias` -> rows of each, or their runs.
-        in_features: columns of the weight.
+        names: its modules in the source -> rows of each, or their runs.
         split: the axis that is split: 0: rows, 1: columns, None: each shard has all.
-        bias: whether there is a bias.
     """
     weights: list[Part] = []
     biases: list[Part] = []

@@ -42,12 +42,8 @@ class Weights:
         options: options of the weight forms.
         positions: positions of the rotary table.
         norm_offset: added to all norm weights; 1 if the source stores `weight - 1`.
-        shared: the ranks' collectives, if the source is a shard.
+        collectives: the ranks' collectives, if the source is a shard.
         adapters: adapter slots, with which products are registered.
-
-    Attributes:
-        dtype: dtype of the activations.
-        device: device of the weights.
     """
 
     def __init__(
@@ -57,11 +53,11 @@ class Weights:
         options: FormOptions,
         positions: int,
         norm_offset: float = 0.0,
-        shared: Collectives | None = None,
+        collectives: Collectives | None = None,
         adapters: AdapterSlots | None = None,
     ) -> None:
-        self.shared, self.adapters = shared, adapters
-        self.dtype, self.device = options.dtype, options.device
+        self.collectives, self.adapters = collectives, adapters
+        self.dtype, self.device = options.dtype, options.device  # of the activations
         self._source = source
         self._map = weight_map
         self._options = options
@@ -93,7 +89,7 @@ class Weights:
     def adapted_head(self, form: WeightForm) -> WeightForm:
         """Return the whole output layer with adapter slots; PEFT adapts a tied one separately."""
         parts = (Part("lm_head.weight", form.shape),)
-        return form if self.adapters is None else self.adapters.around(form, "lm_head", parts)
+        return form if self.adapters is None else self.adapters.wrap(form, "lm_head", parts)
 
     def experts(
         self,
@@ -113,7 +109,7 @@ class Weights:
         if bias is not None and names.is_stack and is_gated and interleaved:
             bias = torch.cat((bias[:, ::2], bias[:, 1::2]), dim=1)
         form = load_experts(self._source, names, bias, self._options)
-        return form if self.adapters is None else self.adapters.around_experts(form, place, names)
+        return form if self.adapters is None else self.adapters.wrap_experts(form, place, names)
 
     def by_head(self, weight: Tensor) -> ExpertForm:
         """Return the product of each head with a matrix of its own, [heads, out_features, in_features]."""
@@ -135,7 +131,7 @@ class Weights:
         *,
         is_partial: bool = False,
         in_floats: bool = False,
-        is_mixed: bool = False,
+        keeps_each: bool = False,
     ) -> WeightForm:
         """Return a product in the fastest form for decode steps.
 
@@ -144,7 +140,7 @@ class Weights:
             tied: the plain embedding, used if the map has no `place` and the embedding is not quantized.
             is_partial: the caller sums the ranks' products.
             in_floats: the product is written in float32.
-            is_mixed: there is no bias, and quantized tensors stay so beside plain ones and those of other groups.
+            keeps_each: tensors stay quantized although others of the product are not, or otherwise; without a bias.
         """
         fused = FUSED_FORMS.get(place.rpartition(".")[2], FusedForm())
         options = replace(self._options, in_floats=in_floats, fused=fused)
@@ -154,19 +150,19 @@ class Weights:
             return tied_linear(tied, self._source, LinearNames(self._names("embedding")), options)
         names = LinearNames(self._names(place), self._names(f"{place}.bias"))
         split = self._map[place][0].split
-        if self.shared is not None and split is None:
+        if self.collectives is not None and split is None:
             # each rank computes all of it, with the same bits: no measured choices, which may differ
             form: WeightForm = replace(Plain.load(self._source, names, options), choices={})
-        elif self.shared is not None and split == 1:
-            form = load_linear(self._source, names, replace(options, row_maxima=self.shared.greatest))
+        elif self.collectives is not None and split == 1:
+            form = load_linear(self._source, names, replace(options, row_maxima=self.collectives.greatest))
             if not is_partial:
-                form = Summed(form.shape, None, form, self.shared, place)
-        elif is_mixed:
-            form = Joined.around(self._adjacent(names.weights, options))
+                form = Summed(form.shape, None, form, self.collectives, place)
+        elif keeps_each:
+            form = Joined.wrap(self._adjacent(names.weights, options))
         else:
             form = load_linear(self._source, names, options)
         if self.adapters is not None and can_adapt(place):
-            return self.adapters.around(form, place, self._map[place])
+            return self.adapters.wrap(form, place, self._map[place])
         return form
 
     def cos_sin(self, rope: RopeConfig | None, head_dim: int) -> Tensor:
@@ -177,7 +173,7 @@ class Weights:
         return self._angles[key]
 
     def _adjacent(self, weights: tuple[str, ...], options: FormOptions) -> list[WeightForm]:
-        """Return adjacent products, so that weights that a form keeps quantized stay so."""
+        """Return products of adjacent tensors; each that a form can keep quantized stays so."""
         forms: list[WeightForm] = []
         for kept, run in groupby(weights, lambda name: quantized_form(self._source, LinearNames((name,)), options)):
             names = tuple(run)

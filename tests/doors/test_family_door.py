@@ -17,7 +17,7 @@ from graphdecode import LLM, BucketConfig, SamplingParams
 from graphdecode.models import Family, ModelConfig, UnsupportedModelError, register_family, resolve_model_path
 from graphdecode.models.blocks import Attention, GatedMlp, Layer, LayerCache, Norm, ResidualStream, Stem, Tokens
 from graphdecode.models.config import common_fields
-from graphdecode.models.family import FAMILIES, edges
+from graphdecode.models.family import FAMILIES, outer_weights
 from graphdecode.models.weight_map import Part, WeightMap, product
 from graphdecode.models.weights import Weights
 
@@ -79,7 +79,7 @@ class Toy(Family):
     def weights(self, config: ModelConfig) -> WeightMap:
         hidden, ff = config.hidden_size, config.intermediate_size
         q, kv = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
-        places = edges(config)
+        places = outer_weights(config)
         for i in range(config.num_hidden_layers):
             places |= {
                 f"{i}.norm": (Part(f"blocks.{i}.norm", (hidden,)),),

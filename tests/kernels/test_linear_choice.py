@@ -193,7 +193,7 @@ def test_the_products_of_a_weight_can_be_changed_for_measuring(monkeypatch):
     assert [changed.choice(rows).path for rows in (1, 4)] == ["small", "plain"]
     assert len(changed.tensors) == 1, "the weight is shared, and the counters are no constant"
     assert changed.weight is weight
-    joined = with_choices(Joined.around([held, changed]), lambda choice: None)
+    joined = with_choices(Joined.wrap([held, changed]), lambda choice: None)
     assert [form.choices for form in joined.forms] == [{}, {}]
 
 

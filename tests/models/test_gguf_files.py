@@ -26,7 +26,7 @@ from graphdecode.linear.weight_form import Shard
 from graphdecode.models import ModelSourceError, check_model, load_model, resolve_model_path
 from graphdecode.models.config import UnsupportedModelError
 from graphdecode.models.family import family_of
-from graphdecode.models.gguf.container import GgufFile, GgufTensor, TensorView
+from graphdecode.models.gguf.container import GgufTensor, TensorView, read_header
 from graphdecode.models.gguf.source import Gguf
 from graphdecode.text import load_tokenizer
 
@@ -90,7 +90,7 @@ def test_what_turns_pictures_into_tokens_is_no_second_model(file: Path) -> None:
 
 def split(file: Path) -> list[Path]:
     """Write the tensors of a file into three shards, the metadata into the first."""
-    model, shards = GgufFile(file), []
+    model, shards = read_header(file), []
     names = list(model.tensors)
     for number in (1, 2, 3):
         shards.append(file.with_name(f"m-{number:05}-of-00003.gguf"))
@@ -292,7 +292,7 @@ def test_what_is_no_file_is_no_model_and_is_not_waited_for(file: Path) -> None:
 
 
 def test_tensors_that_share_bytes_are_refused(file: Path) -> None:
-    content, model = file.read_bytes(), GgufFile(file)
+    content, model = file.read_bytes(), read_header(file)
     names = sorted(model.tensors, key=lambda name: model.tensors[name].offset)
     at = content.index(key(names[3])) + len(tensor(names[3], model.tensors[names[3]].shape))
     first = struct.pack("<Q", 0)
@@ -419,7 +419,7 @@ def test_a_file_of_blocks_is_the_model_of_their_values(tmp_path: Path) -> None:
             parameter.data = torch.from_numpy(gguf.quants.dequantize(rounded, kind))
     model.save_pretrained(tmp_path / "folder")
     assert tokens(file) == tokens(tmp_path / "folder")
-    assert len(GgufFile(file).tensors) == len(source.tensors)
+    assert len(read_header(file).tensors) == len(source.tensors)
 
 
 def read_all(source: Gguf) -> dict[str, torch.Tensor]:

@@ -21,7 +21,7 @@ from graphdecode.linear.plain import Int8
 from graphdecode.linear.weight_form import Shard
 from graphdecode.models import load_model
 from graphdecode.models.gguf.quantize import quantized_blocks
-from graphdecode.models.quantized.on_load import GROUP_SCHEMES, rounded
+from graphdecode.models.quantized.on_load import GROUP_SCHEMES, quantized_groups
 
 
 def weight(seed: int = 0, shape: tuple[int, int] = (96, 512)) -> torch.Tensor:
@@ -58,7 +58,7 @@ def error(found: torch.Tensor, expected: torch.Tensor) -> float:
 def test_a_group_is_rounded_to_its_nearest_codes(name: str, group_size: int | None, most: float) -> None:
     scheme = GROUP_SCHEMES[name].sized(group_size, [512])
     plain = weight()
-    groups = rounded(plain, scheme)
+    groups = quantized_groups(plain, scheme)
     assert groups.scales.shape == (96, 512 // (group_size or 512))
     assert error(groups.dequantized(), plain) < most
     codes = groups.values()
@@ -70,7 +70,7 @@ def test_a_group_is_rounded_to_its_nearest_codes(name: str, group_size: int | No
 
 def test_four_bits_are_closer_than_with_the_scale_of_the_largest_value() -> None:
     plain = weight().bfloat16()
-    groups = rounded(plain, GROUP_SCHEMES["int4"].sized(None, [512]))
+    groups = quantized_groups(plain, GROUP_SCHEMES["int4"].sized(None, [512]))
     assert isinstance(groups, Groups)
     assert (groups.bits, groups.group_size, groups.scales.dtype) == (4, 128, torch.bfloat16)
     by_group = plain.float().view(96, -1, 128)
@@ -181,5 +181,6 @@ def test_a_part_by_rows_is_rounded_as_the_whole() -> None:
     scheme = GROUP_SCHEMES["int4"].sized(64, [512])
     part = Shard(1, 3, 0)
     assert torch.equal(
-        rounded(plain, scheme).part(part).dequantized(), rounded(plain[part.slices((96, 512))], scheme).dequantized()
+        quantized_groups(plain, scheme).part(part).dequantized(),
+        quantized_groups(plain[part.slices((96, 512))], scheme).dequantized(),
     )

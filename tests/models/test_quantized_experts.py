@@ -19,7 +19,7 @@ from graphdecode import LLM, SamplingParams
 from graphdecode.linear.experts import ExpertPanels, PlainExperts
 from graphdecode.models import Decoder, load_model
 from graphdecode.models.blocks import Experts, SparseMlp
-from graphdecode.models.quantized.on_load import GROUP_SCHEMES, rounded
+from graphdecode.models.quantized.on_load import GROUP_SCHEMES, quantized_groups
 
 pytestmark = compiled
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
@@ -137,7 +137,9 @@ def undone(weight: Tensor, quantize: str) -> Tensor:
     if quantize == "q8_0":
         blocks = gguf.quants.quantize(weight.numpy(), gguf.GGMLQuantizationType.Q8_0)
         return torch.from_numpy(gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType.Q8_0))
-    return rounded(weight, GROUP_SCHEMES[quantize].sized(32 if quantize == "int4" else None, [32])).dequantized()
+    return quantized_groups(
+        weight, GROUP_SCHEMES[quantize].sized(32 if quantize == "int4" else None, [32])
+    ).dequantized()
 
 
 def with_rounded(name: str, tensor: Tensor, quantize: str) -> Tensor:

@@ -28,7 +28,7 @@ from graphdecode.linear.linear_choice import LinearTuner
 from graphdecode.linear.quantized_weight import QuantizedWeight
 from graphdecode.linear.weight_form import FormOptions, Shard, Stored
 from graphdecode.models.gguf.quantize import quantized_blocks
-from graphdecode.models.quantized.on_load import GROUP_SCHEMES, rounded
+from graphdecode.models.quantized.on_load import GROUP_SCHEMES, quantized_groups
 from graphdecode.profiling.environment import read_bandwidth
 from harness import Out, Sizes, alternated, medians, numbers, record, write
 
@@ -62,7 +62,7 @@ class RandomExperts:
         scheme = next((each for each in GROUP_SCHEMES.values() if each.type_name == self._kind), None)
         if scheme is None:
             return None
-        return rounded(self._drawn(name), scheme.sized(None, [self.tensors[name].shape[1]]))
+        return quantized_groups(self._drawn(name), scheme.sized(None, [self.tensors[name].shape[1]]))
 
     def _drawn(self, name: str) -> Tensor:
         generator = torch.Generator().manual_seed(hash_of(name))

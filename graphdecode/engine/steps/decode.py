@@ -199,14 +199,14 @@ class DecodeStep(Step):
             self.buffers.adopt(f"attention_workspace_{index}", tensor)
 
     def run(self, shape: StepShape, batch: Batch, chunks: Chunks | None = None) -> None:
-        """Run one decode step or one half of it; with chunks, a mixed step of a `MixingModel`."""
+        """Run one decode step or one half of it; with chunks, a mixed step."""
         if shape.part == "choose":
             self._sample_plain(batch, batch.logits)
             return
         if chunks is None:
             logits = self._model.decode(batch, self._caches, self._attention)
         else:
-            logits = self._model.mix(batch, chunks, self._caches, self._attention)  # type: ignore[attr-defined]
+            logits = self._model.mix(batch, chunks, self._caches, self._attention)
         if shape.part == "logits":
             batch.logits.copy_(logits)
         else:

@@ -38,7 +38,7 @@ from graphdecode.kernels.sampling.sampling_slots import (
     held_back,
     sampling_slots,
 )
-from graphdecode.models import Chunks, MixingModel, Model
+from graphdecode.models import Chunks, Model
 
 _PROMPT_TOKENS = {"cuda": (16, 32, 64, 128, 256, 512), "cpu": (8, 16, 32, 64)}  # prefill passes that have graphs
 # sizes of mixed steps: tokens of rows and chunks together, and rows. A CPU multiplies 16 or 32 rows at once; up to a
@@ -251,7 +251,7 @@ class StepSetting:
         # with `batch_invariant` a token's bits must be those of a pass by itself
         if not self.mixes or self.batch_invariant or self.config.backend == "eager":
             return []
-        if self.config.max_batch_size == 1 or not isinstance(self.model, MixingModel):
+        if self.config.max_batch_size == 1 or not self.model.supports_mix:
             return []
         return mixed_shapes(self.model.device.type, self.prefill_tokens, self.config.ladder)
 

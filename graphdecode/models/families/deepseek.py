@@ -23,7 +23,7 @@ from graphdecode.errors import shown
 from graphdecode.kernels.norm.rms_norm import rms_norm
 from graphdecode.linear.experts import ExpertForm
 from graphdecode.linear.weight_form import Stored, WeightForm
-from graphdecode.models.blocks import GatedMlp, Mixer, Norm, ResidualStream, SparseMlp, append_tokens
+from graphdecode.models.blocks import GatedMlp, Mixer, Norm, ResidualStream, Routing, SparseMlp, append_tokens
 from graphdecode.models.config import (
     ExpertsConfig,
     ModelConfig,
@@ -103,10 +103,6 @@ class LatentAttention(Mixer):
         self.to_values.apply(values.view(tokens * heads, -1), attended.view(tokens * heads, -1), pairs)
         stream.set_output(self.o, values)
 
-    def read_bytes(self, rows: int | None = None) -> int:
-        """Return the bytes of products and norms, those of each head included."""
-        return super().read_bytes(rows) + self.to_keys.nbytes + self.to_values.nbytes
-
 
 @dataclass(frozen=True, kw_only=True)
 class GroupedMlp(SparseMlp):
@@ -117,8 +113,7 @@ class GroupedMlp(SparseMlp):
     kept_groups: int
     scale: float
 
-    def route(self, logits: Tensor, live: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return ids, weights, order and offsets of `moe_route`, given the logits [t, experts]."""
+    def route(self, logits: Tensor, live: Tensor) -> Routing:
         # torch's vectors and their remainders differ in the last bit, which float64 rounds away
         wide = logits.double()
         scores = torch.softmax(wide, 1) if self.bias is None else torch.sigmoid(wide)
@@ -129,12 +124,12 @@ class GroupedMlp(SparseMlp):
             kept = torch.zeros_like(best, dtype=torch.bool)
             kept.scatter_(1, best.topk(self.kept_groups, dim=1, sorted=False).indices, True)
             chosen_by = grouped.masked_fill(~kept[:, :, None], -math.inf).flatten(1)
-        ids, weights, order, offsets = super().route(chosen_by.float(), live)
-        taken = scores.gather(1, ids.clamp(min=0).long())
+        routing = super().route(chosen_by.float(), live)
+        taken = scores.gather(1, routing.ids.clamp(min=0).long())
         if self.renormalize:
             taken = taken / taken.sum(1, keepdim=True)
-        weights.copy_(taken * self.scale)
-        return ids, weights, order, offsets
+        routing.weights.copy_(taken * self.scale)
+        return routing
 
 
 class DeepseekV3(Sparse):
@@ -237,7 +232,6 @@ class DeepseekV3(Sparse):
         }
 
     def expert_weights(self, config: ModelConfig, at: str, name: str, *, is_stacked: bool) -> WeightMap:
-        """Return the places of one layer's router and experts."""
         places = super().expert_weights(config, at, name, is_stacked=is_stacked)
         if self.has_router_bias:
             shape = (experts_of(config).count,)
@@ -249,12 +243,12 @@ class DeepseekV3(Sparse):
         assert isinstance(config, LatentConfig)
         at, heads, rope_dim, nope_dim = f"layers.{index}.", config.num_attention_heads, config.rope_dim, config.nope_dim
         channels = torch.arange(rope_dim)
-        apart = torch.cat((channels[::2], channels[1::2])) if config.is_interleaved else channels
+        half_split = torch.cat((channels[::2], channels[1::2])) if config.is_interleaved else channels
         to_both = weights.tensor(f"{at}kv_b").view(heads, -1, config.rank)
         to_keys = to_both.new_zeros(heads, rope_dim + config.rank, nope_dim + rope_dim)
-        to_keys[:, channels, nope_dim + apart] = 1.0
+        to_keys[:, channels, nope_dim + half_split] = 1.0
         to_keys[:, rope_dim:, :nope_dim] = to_both[:, :nope_dim].mT
-        order = torch.cat((config.rank + apart, torch.arange(config.rank))) + config.q_rank
+        order = torch.cat((config.rank + half_split, torch.arange(config.rank))) + config.q_rank
         return LatentAttention(
             qkv_a=weights.linear(f"{at}qkv_a"),
             q_norm=weights.optional_norm(f"{at}q_norm", _EPS),
@@ -269,7 +263,6 @@ class DeepseekV3(Sparse):
         )
 
     def sparse_mlp(self, config: ModelConfig, weights: Weights, at: str, shared: GatedMlp | None) -> SparseMlp:
-        """Return router and experts of one layer."""
         assert isinstance(config, LatentConfig)
         return GroupedMlp(
             **vars(super().sparse_mlp(config, weights, at, shared)),

@@ -11,7 +11,6 @@ from graphdecode.models.config import (
     all_but_every,
     count,
     layer_ropes,
-    layer_windows,
     number,
 )
 from graphdecode.models.families.llama import ATTENTION_BIASES, Llama
@@ -24,6 +23,7 @@ class Gemma2(Llama):
     architecture = "Gemma2ForCausalLM"
     norm_offset = 1.0
     biases = ATTENTION_BIASES
+    window_period = 2
     norms: ClassVar[dict[str, str]] = {
         "before_attention": "input_layernorm",
         "after_attention": "post_attention_layernorm",
@@ -47,10 +47,6 @@ class Gemma2(Llama):
             raise UnsupportedModelError("use_bidirectional_attention is not supported; a token sees those before it")
         given = self.defaults | settings
         return super().config(given | {"hidden_act": given["hidden_activation"]})
-
-    def windows(self, settings: dict[str, Any], layers: int) -> tuple[int, ...]:
-        """Return the window of each layer: the first, the third and so on have one."""
-        return layer_windows(settings, all_but_every(2, layers))
 
     def options(self, settings: dict[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
         return super().options(settings, fields) | {
@@ -76,13 +72,9 @@ class Gemma3(Gemma2):
         local_theta = settings.get("rope_local_base_freq", 1e4)  # in older files
         return super().config(settings | ropes_by_layer_type(settings, 1e6, local_theta))
 
-    def windows(self, settings: dict[str, Any], layers: int) -> tuple[int, ...]:
-        return layer_windows(settings, _pattern(settings, layers))
+    def has_window(self, settings: dict[str, Any], layers: int) -> list[bool]:
+        return all_but_every(count(settings, "sliding_window_pattern", 6), layers)
 
     def options(self, settings: dict[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
-        pattern = _pattern(settings, fields["num_hidden_layers"])
+        pattern = self.has_window(settings, fields["num_hidden_layers"])
         return super().options(settings, fields) | layer_ropes(settings, fields, pattern)
-
-
-def _pattern(settings: dict[str, Any], layers: int) -> list[bool]:
-    return all_but_every(count(settings, "sliding_window_pattern", 6), layers)

@@ -28,7 +28,6 @@ from graphdecode.models.blocks import (
     Layer,
     Norm,
     ResidualStream,
-    SharedKeysAttention,
     SparseMlp,
 )
 from graphdecode.models.config import (
@@ -40,7 +39,6 @@ from graphdecode.models.config import (
     flag,
     is_windowed,
     layer_ropes,
-    layer_windows,
 )
 from graphdecode.models.families.gemma import Gemma2
 from graphdecode.models.families.llama import Llama, norms_at
@@ -66,6 +64,12 @@ class Gemma4Config(ModelConfig):
         keys = self.layer_keys[layer]
         width = self.intermediate_size * (2 if self.has_wide_mlp and keys.shared_with is not None else 1)
         return replace(self, num_key_value_heads=keys.heads, head_dim=keys.head_dim, intermediate_size=width)
+
+
+class SharedKeysAttention(Attention):
+    """Attention over an earlier layer's keys and values."""
+
+    has_keys = False
 
 
 @dataclass(frozen=True)
@@ -96,18 +100,17 @@ class MlpBesideExperts(FeedForward):
     place: str
 
     def run(self, stream: ResidualStream) -> None:
-        """Read `hidden` and the residual, and set the output."""
         self.mlp.run(stream)
         total, hidden = torch.empty_like(stream.output), stream.buffer(stream.output.shape[1], use="of experts")
         rms_norm(total, stream.output, self.after_mlp.weight, self.after_mlp.eps)
         rms_norm(hidden, stream.residual, self.before_router.weight, self.before_router.eps)
         logits = stream.buffer_for(self.sparse.router, "router")
         stream.multiply(self.sparse.router, logits, hidden)
-        ids, weights, order, offsets = self.sparse.route(logits, stream.live)
+        routing = self.sparse.route(logits, stream.live)
+        ids, weights = routing.ids, routing.weights
         weights.mul_(self.expert_scales.index_select(0, ids.flatten().clamp(min=0)).view_as(weights))
         rms_norm(hidden, stream.residual, self.before_experts.weight, self.before_experts.eps)
-        experts = self.sparse.experts
-        parts = experts.run(hidden, order, offsets, experts.adapters(stream, ids))
+        parts = self.sparse.experts.run(stream, hidden, routing)
         sums = torch.empty_like(parts[: len(hidden)])
         moe_combine(sums, parts, ids, weights)
         if self.collectives is not None:
@@ -117,7 +120,7 @@ class MlpBesideExperts(FeedForward):
 
 
 @dataclass(frozen=True)
-class LayerInputs(Block):
+class PerLayerEmbedding(Block):
     """Computes the per-layer inputs: per-layer embeddings plus a projection of the model's embedding."""
 
     table: Tensor  # [vocab, layers * channels]
@@ -138,7 +141,7 @@ class LayerInputs(Block):
 
 
 @dataclass(frozen=True)
-class TakenInput(Block):
+class PerLayerInput(Block):
     """`project(activation(gate(x)) * input)` for a layer's input."""
 
     input_gate: WeightForm  # [channels, hidden]
@@ -148,7 +151,6 @@ class TakenInput(Block):
     activation: str
 
     def run(self, stream: ResidualStream) -> None:
-        """Read `hidden`, and set the output."""
         channels = self.input_gate.out_features
         gate, own = stream.buffer_for(self.input_gate, "input gate"), stream.buffer(self.width, use="layer inputs")
         stream.project(self.input_gate, gate)
@@ -162,19 +164,18 @@ class TakenInput(Block):
 class Gemma4Layer(DecoderLayer):
     """A layer whose result, with the residual, is scaled; its last norm includes the scale."""
 
-    inputs: LayerInputs | None  # set in the first layer
-    taken: TakenInput | None
+    inputs: PerLayerEmbedding | None  # set in the first layer
+    input_block: PerLayerInput | None
     after_input: Norm | None
     scale: Tensor  # float32 [1]
 
     def run(self, stream: ResidualStream, cache: LayerState) -> None:
-        """Run the layer."""
         if self.inputs is not None:
             self.inputs.run(stream)
         super().run(stream, cache)
-        if self.taken is not None:
+        if self.input_block is not None:
             stream.norm(None)
-            self.taken.run(stream)
+            self.input_block.run(stream)
             stream.transform_output(self.after_input)
         stream.residual.mul_(self.scale)
 
@@ -183,7 +184,7 @@ class Gemma4(Sparse, Gemma2):
     """Gemma 4's decoder."""
 
     architecture = "Gemma4ForCausalLM"
-    experts_apart = False
+    experts_separate = False
     norm_offset = 0.0
     mlp = stacked_mlp = ""
     router = "router.proj"
@@ -203,7 +204,8 @@ class Gemma4(Sparse, Gemma2):
             settings["use_bidirectional_attention"] = None
         if isinstance(settings.get("layer_types"), list):  # the last layer never has a window
             settings["layer_types"] = [*settings["layer_types"][:-1], "full_attention"]
-        keys = _layer_keys(settings)
+        pattern = self.has_window(settings, count(settings, "num_hidden_layers"))
+        keys = _layer_keys(settings, is_windowed(settings, pattern))
         largest = max(keys, key=lambda each: each.head_dim)
         sizes = {"head_dim": largest.head_dim, "num_key_value_heads": largest.heads}
         ropes = ropes_by_layer_type(settings, 1e6, 1e4)
@@ -218,11 +220,11 @@ class Gemma4(Sparse, Gemma2):
             has_wide_mlp=flag(settings, "use_double_wide_mlp", False),
         )
 
-    def windows(self, settings: dict[str, Any], layers: int) -> tuple[int, ...]:
-        return layer_windows(settings, _pattern(layers))
+    def has_window(self, settings: dict[str, Any], layers: int) -> list[bool]:
+        return [*all_but_every(6, layers)[:-1], False]
 
     def options(self, settings: dict[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
-        ropes = layer_ropes(settings, fields, _pattern(fields["num_hidden_layers"]))
+        ropes = layer_ropes(settings, fields, self.has_window(settings, fields["num_hidden_layers"]))
         return super().options(settings, fields) | ropes | {"sm_scale": 1.0}
 
     def experts(self, settings: dict[str, Any], fields: dict[str, Any]) -> ExpertsConfig | None:
@@ -318,7 +320,7 @@ class Gemma4(Sparse, Gemma2):
             after_mlp=weights.norm(f"{at}after_dense", config.rms_norm_eps),
             after_experts=weights.norm(f"{at}after_experts", config.rms_norm_eps),
             expert_scales=weights.tensor(f"{at}expert_scales", torch.float32),
-            collectives=weights.shared,
+            collectives=weights.collectives,
             place=f"{at}experts",
         )
 
@@ -327,40 +329,34 @@ class Gemma4(Sparse, Gemma2):
         at, size = f"layers.{index}.", config.input_size
         found, scale = super().layer(config, weights, index), weights.tensor(f"{at}scale", torch.float32)
         assert isinstance(found, DecoderLayer)
-        taken, after_input, after_mlp = None, None, found.after_mlp
+        input_block, after_input, after_mlp = None, None, found.after_mlp
         if size:
             gate, out = weights.linear(f"{at}input_gate"), weights.linear(f"{at}input_out")
-            taken = TakenInput(gate, out, index * size, config.num_hidden_layers * size, config.activation)
+            input_block = PerLayerInput(gate, out, index * size, config.num_hidden_layers * size, config.activation)
             after_input = _scaled(weights.norm(f"{at}after_input", config.rms_norm_eps), scale)
         elif after_mlp is not None:
             after_mlp = _scaled(after_mlp, scale)
-        inputs = _layer_inputs(config, weights) if size and index == 0 else None
+        inputs = _per_layer_embedding(config, weights) if size and index == 0 else None
         own = vars(found) | {"after_mlp": after_mlp}
-        return Gemma4Layer(**own, inputs=inputs, taken=taken, after_input=after_input, scale=scale)
+        return Gemma4Layer(**own, inputs=inputs, input_block=input_block, after_input=after_input, scale=scale)
 
 
-def _layer_inputs(config: Gemma4Config, weights: Weights) -> LayerInputs:
+def _per_layer_embedding(config: Gemma4Config, weights: Weights) -> PerLayerEmbedding:
     """Return the per-layer inputs; both summands are scaled by sqrt(1/2)."""
     half = 0.5**0.5
     table = weights.tensor("input_table")
     scale = float(torch.tensor(config.input_size**0.5, dtype=table.dtype))  # rounded to the dtype, as in training
     norm = weights.norm("input_norm", config.rms_norm_eps * config.hidden_size)  # the product is over sqrt(hidden_size)
-    return LayerInputs(table, scale * half, weights.linear("per_layer_in"), _scaled(norm, half))
+    return PerLayerEmbedding(table, scale * half, weights.linear("per_layer_in"), _scaled(norm, half))
 
 
 def _scaled(norm: Norm, scale: Tensor | float) -> Norm:
     return replace(norm, weight=norm.weight * scale)
 
 
-def _pattern(layers: int) -> list[bool]:
-    """Return whether each layer has a window: five of six do, the last one does not."""
-    return [*all_but_every(6, layers)[:-1], False]
-
-
-def _layer_keys(settings: dict[str, Any]) -> tuple[Keys, ...]:
+def _layer_keys(settings: dict[str, Any], windowed: list[bool]) -> tuple[Keys, ...]:
     """Return `ModelShape.layer_keys`; layers without a window, or single layers, may have other sizes."""
-    layers = count(settings, "num_hidden_layers")
-    windowed, heads = is_windowed(settings, _pattern(layers)), count(settings, "num_attention_heads")
+    layers, heads = len(windowed), count(settings, "num_attention_heads")
     given = settings.get("per_layer_config")
     if given is None:
         full = {"head_dim": settings.get("global_head_dim", 512)}

@@ -4,8 +4,8 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from graphdecode.models.blocks import Attention
-from graphdecode.models.config import ExpertsConfig, ModelConfig, all_but_every, layer_windows, number
-from graphdecode.models.families.sparse import Sparse, experts_everywhere, experts_of
+from graphdecode.models.config import ExpertsConfig, ModelConfig, number
+from graphdecode.models.families.sparse import Sparse, experts_everywhere
 from graphdecode.models.weight_map import Part, WeightMap
 from graphdecode.models.weights import Weights
 
@@ -17,6 +17,7 @@ class GptOss(Sparse):
     experts_interleaved = experts_transposed = True
     router = "router"
     has_biases = True
+    window_period = 2
     defaults: ClassVar[dict[str, Any]] = {
         "attention_bias": True,
         "head_dim": 64,
@@ -39,10 +40,6 @@ class GptOss(Sparse):
         "swiglu_limit": 7.0,
     }
 
-    def windows(self, settings: dict[str, Any], layers: int) -> tuple[int, ...]:
-        """Return the window of each layer: every other layer has one."""
-        return layer_windows(settings, all_but_every(2, layers))
-
     def experts(self, settings: dict[str, Any], fields: dict[str, Any]) -> ExpertsConfig:
         alpha, limit = number(settings, "swiglu_alpha"), number(settings, "swiglu_limit")
         return replace(experts_everywhere(settings, fields), alpha=alpha, limit=limit)
@@ -50,20 +47,6 @@ class GptOss(Sparse):
     def layer_weights(self, config: ModelConfig, at: str, name: str) -> WeightMap:
         sinks = Part(f"{name}self_attn.sinks", (config.num_attention_heads,), 0)
         return super().layer_weights(config, at, name) | {f"{at}sinks": (sinks,)}
-
-    def expert_weights(self, config: ModelConfig, at: str, name: str, *, is_stacked: bool) -> WeightMap:
-        """Return the weight map of one layer's router and experts; stacks are [experts, in_features, out_features]."""
-        places = super().expert_weights(config, at, name, is_stacked=False)
-        if not is_stacked:
-            return places
-        experts, hidden, mlp = experts_of(config), config.hidden_size, f"{name}mlp."
-        all_of, width = experts.count, experts.intermediate_size
-        return places | {
-            f"{at}experts.gate_up": (Part(f"{mlp}experts.gate_up_proj", (all_of, hidden, 2 * width), 2),),
-            f"{at}experts.gate_up.bias": (Part(f"{mlp}experts.gate_up_proj_bias", (all_of, 2 * width), 1),),
-            f"{at}experts.down": (Part(f"{mlp}experts.down_proj", (all_of, width, hidden), 1),),
-            f"{at}experts.down.bias": (Part(f"{mlp}experts.down_proj_bias", (all_of, hidden), is_added=True),),
-        }
 
     def attention(self, config: ModelConfig, weights: Weights, index: int) -> Attention:
         attention = super().attention(config, weights, index)

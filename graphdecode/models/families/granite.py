@@ -13,7 +13,7 @@ from graphdecode.models.config import ExpertsConfig, ModelConfig, UnsupportedMod
 from graphdecode.models.families.hybrid import MAMBA2_DEFAULTS, Mamba2Hybrid, mamba2_sizes, recurrent_layers
 from graphdecode.models.families.llama import Llama
 from graphdecode.models.families.sparse import Sparse, experts_everywhere, experts_of
-from graphdecode.models.weight_map import Part, Run, WeightMap, product
+from graphdecode.models.weight_map import Run, WeightMap, product
 
 _MAMBA, _ATTENTION = ("mamba", "linear_attention"), ("attention", "full_attention")  # in older and newer files
 
@@ -36,6 +36,10 @@ class GraniteHybrid(Granite, Sparse, Mamba2Hybrid):
     """Granite 4."""
 
     architecture = "GraniteMoeHybridForCausalLM"
+    mlp = stacked_mlp = "block_sparse_moe."
+    stacks = ("input_linear.weight", "output_linear.weight")
+    router = "router.layer"
+    gates_shared_expert = False
     defaults: ClassVar[dict[str, Any]] = (
         Granite.defaults
         | MAMBA2_DEFAULTS
@@ -65,9 +69,8 @@ class GraniteHybrid(Granite, Sparse, Mamba2Hybrid):
         ropes = {} if kind == "rope" else {"layer_ropes": (None,) * fields["num_hidden_layers"]}
         layers = fields["num_hidden_layers"]
         kinds = settings.get("layer_types") or settings.get("layers_block_type") or ["mamba"] * layers
-        sizes = mamba2_sizes(settings)
-        recurrent = recurrent_layers(kinds, layers, sizes.state, _MAMBA, _ATTENTION)
-        return super().options(settings, fields) | ropes | {"recurrent": recurrent, "mixer": sizes}
+        recurrent = recurrent_layers(kinds, layers, mamba2_sizes(settings), _MAMBA, _ATTENTION)
+        return super().options(settings, fields) | ropes | recurrent
 
     def weights_in(self, config: ModelConfig, tensors: Mapping[str, Stored]) -> WeightMap:
         """Return the weight map for a source; GGUF files split gate and input of the shared MLP."""
@@ -85,14 +88,8 @@ class GraniteHybrid(Granite, Sparse, Mamba2Hybrid):
 
     def expert_weights(self, config: ModelConfig, at: str, name: str, *, is_stacked: bool) -> WeightMap:
         """Return the weight map of one layer's router, experts and shared MLP; experts are always stacked."""
-        experts, hidden, moe = experts_of(config), config.hidden_size, f"{name}block_sparse_moe."
-        width, halves = experts.intermediate_size, (Run(experts.intermediate_size),) * 2
-        return {
-            **_shared_weights(config, experts.shared_intermediate_size, at, name),
-            **product(f"{at}router", {f"{moe}router.layer": experts.count}, hidden, split=None),
-            f"{at}experts.gate_up": (Part(f"{moe}input_linear.weight", (experts.count, 2 * width, hidden), 1, halves),),
-            f"{at}experts.down": (Part(f"{moe}output_linear.weight", (experts.count, hidden, width), 2),),
-        }
+        shared = _shared_weights(config, experts_of(config).shared_intermediate_size, at, name)
+        return super().expert_weights(config, at, name, is_stacked=True) | shared
 
 
 def _shared_weights(config: ModelConfig, width: int, at: str, name: str) -> WeightMap:

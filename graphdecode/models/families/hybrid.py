@@ -30,7 +30,7 @@ OF_ATTENTION = ("qkv", "o", "q_norm", "k_norm", "sinks")  # parts of a layer
 class Hybrid(Llama):
     """A Llama with other mixers in the layers of `ModelConfig.recurrent`."""
 
-    not_recurrent: ClassVar[tuple[str, ...]] = OF_ATTENTION  # parts that recurrent layers without keys lack
+    attention_only: ClassVar[tuple[str, ...]] = OF_ATTENTION  # parts that recurrent layers without keys lack
 
     @abstractmethod
     def mixer_weights(self, config: ModelConfig, at: str, name: str) -> WeightMap:
@@ -47,13 +47,12 @@ class Hybrid(Llama):
             if state is None:
                 continue
             if not state.beside_keys:
-                absent = tuple(f"{at}{place}{end}" for place in self.not_recurrent for end in ("", ".bias"))
+                absent = tuple(f"{at}{place}{end}" for place in self.attention_only for end in ("", ".bias"))
                 places = {place: part for place, part in places.items() if place not in absent}
             places |= self.mixer_weights(config, at, name)
         return places
 
     def mixer(self, config: ModelConfig, weights: Weights, index: int) -> Mixer:
-        """Return a layer's attention or recurrent mixer."""
         if config.keeps_state(index):
             return self.recurrent_mixer(config, weights, f"layers.{index}.")
         return self.attention(config, weights, index)
@@ -72,16 +71,16 @@ class Mamba2Hybrid(Hybrid):
 
 
 def recurrent_layers(
-    kinds: Any, layers: int, state: Recurrent, recurrent: Sequence[str], attention: Sequence[str] = ("full_attention",)
-) -> tuple[Recurrent | None, ...]:
-    """Return `ModelShape.recurrent`, given the kinds of layers in config.json.
+    kinds: Any, layers: int, sizes: Any, recurrent: Sequence[str], attention: Sequence[str] = ("full_attention",)
+) -> dict[str, Any]:
+    """Return `recurrent` and `mixer` of the configuration, given the kinds of layers and the sizes of a mixer.
 
     Raises:
         UnsupportedModelError: the number of kinds is wrong, or a kind is unknown.
     """
     kinds = layer_kinds(kinds, layers, (*recurrent, *attention))
-    states = tuple(state if kind in recurrent else None for kind in kinds)
-    return states if any(states) else ()
+    states = tuple(sizes.state if kind in recurrent else None for kind in kinds)
+    return {"recurrent": states if any(states) else (), "mixer": sizes}
 
 
 def renamed(places: WeightMap, layer: str, names: Mapping[str, str]) -> WeightMap:
@@ -174,10 +173,10 @@ def mamba2_mixer(config: ModelConfig, weights: Weights, at: str) -> Mamba2:
         step_limits=sizes.step_limits,
         out_proj=weights.linear(f"{at}out_proj"),
     )
-    if weights.shared is None or sizes.ranks_of_group == 1 or mixer.norm is None:
+    if weights.collectives is None or sizes.ranks_of_group == 1 or mixer.norm is None:
         return mixer
     place, ranks = f"{at}mixer_norm", sizes.ranks_of_group
-    return JointlyNormedMamba2(**vars(mixer), collectives=weights.shared, place=place, ranks_of_group=ranks)
+    return JointlyNormedMamba2(**vars(mixer), collectives=weights.collectives, place=place, ranks_of_group=ranks)
 
 
 def mamba2_sizes(settings: dict[str, Any], **changes: Any) -> Mamba2Sizes:

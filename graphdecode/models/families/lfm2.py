@@ -37,7 +37,6 @@ class Lfm2(Hybrid):
     has_head_norms = True
     final_norm = "model.embedding_norm"
     defaults: ClassVar[dict[str, Any]] = {
-        "hidden_act": "silu",
         "max_position_embeddings": 128000,
         "norm_eps": 1e-5,
         "num_key_value_heads": 8,
@@ -47,7 +46,6 @@ class Lfm2(Hybrid):
     }
 
     def config(self, settings: dict[str, Any]) -> ModelConfig:
-        """Read the fields of config.json; some have two names."""
         settings = self.defaults | settings
         settings |= {"rms_norm_eps": settings["norm_eps"], "intermediate_size": _intermediate_size(settings)}
         settings["tie_word_embeddings"] = settings.get("tie_embedding", settings["tie_word_embeddings"])
@@ -58,7 +56,7 @@ class Lfm2(Hybrid):
         attending = settings.get("full_attn_idxs") or range(layers)
         kinds = settings.get("layer_types") or ["full_attention" if i in attending else "conv" for i in range(layers)]
         sizes = ConvSizes(fields["hidden_size"], width, flag(settings, "conv_bias", False))
-        return {"recurrent": recurrent_layers(kinds, layers, sizes.state, ("conv",)), "mixer": sizes}
+        return recurrent_layers(kinds, layers, sizes, ("conv",))
 
     def layer_weights(self, config: ModelConfig, at: str, name: str) -> WeightMap:
         names = {

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from graphdecode.models.blocks import Attention, DecoderLayer, FeedForward, GatedMlp, Layer, Mixer
-from graphdecode.models.config import ModelConfig, common_fields, flag
-from graphdecode.models.family import Family, edges
+from graphdecode.models.config import ModelConfig, all_but_every, common_fields, flag, layer_windows
+from graphdecode.models.family import Family, outer_weights
 from graphdecode.models.weight_map import Part, Run, WeightMap, product
 from graphdecode.models.weights import Weights
 
@@ -26,6 +26,7 @@ class Llama(Family):
         "before_attention": "input_layernorm",
         "before_mlp": "post_attention_layernorm",
     }
+    window_period: ClassVar[int] = 0  # each such layer sees all tokens, the others a window; 0: no windows
     has_head_norms: ClassVar[bool] = False  # whether queries and keys are normed per head
     final_norm: ClassVar[str] = "model.norm"  # module of the final norm
 
@@ -37,8 +38,12 @@ class Llama(Family):
         return ModelConfig(architecture=self.architecture, **fields)
 
     def windows(self, settings: dict[str, Any], layers: int) -> tuple[int, ...]:
-        """Return `ModelShape.windows`: none."""
-        return (-1,) * layers
+        """Return `ModelShape.windows`."""
+        return layer_windows(settings, self.has_window(settings, layers)) if self.window_period else (-1,) * layers
+
+    def has_window(self, settings: dict[str, Any], layers: int) -> list[bool]:
+        """Return whether each layer has a window if `layer_types` does not say."""
+        return all_but_every(self.window_period, layers)
 
     def options(self, settings: dict[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
         """Return further fields of the configuration, such as biases.
@@ -51,7 +56,7 @@ class Llama(Family):
         }
 
     def weights(self, config: ModelConfig) -> WeightMap:
-        places = edges(config, final_norm=self.final_norm)
+        places = outer_weights(config, final_norm=self.final_norm)
         for index in range(config.num_hidden_layers):
             places |= self.layer_weights(config, f"layers.{index}.", f"model.layers.{index}.")
         return places

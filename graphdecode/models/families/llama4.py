@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from graphdecode.errors import shown
-from graphdecode.models.blocks import Attention, Norm, ResidualStream, SparseMlp
+from graphdecode.models.blocks import Attention, Norm, ResidualStream, Routing, SparseMlp
 from graphdecode.models.config import ModelConfig, UnsupportedModelError, count, flag, layer_windows, number
 from graphdecode.models.families.hybrid import renamed
 from graphdecode.models.families.llama import ATTENTION_BIASES
 from graphdecode.models.families.smollm3 import has_rope, ropes_or_none
-from graphdecode.models.families.sparse import Sparse, experts_of
+from graphdecode.models.families.sparse import Sparse
 from graphdecode.models.recurrent_blocks import reordered
-from graphdecode.models.weight_map import Part, Run, WeightMap
+from graphdecode.models.weight_map import WeightMap
 from graphdecode.models.weights import Weights
 
 _KINDS = {"chunked_attention": "sliding_attention", "full_attention": "full_attention"}
@@ -39,7 +39,6 @@ class Llama4Attention(Attention):
     query_scales: Tensor | None  # float32 [positions]
 
     def project(self, stream: ResidualStream) -> Tensor:
-        """Return queries, keys and values of the tokens."""
         qkv = reordered(stream, super().project(stream), self.order, "qkv")
         if self.query_scales is not None:
             last = len(self.query_scales) - 1
@@ -53,16 +52,14 @@ class Llama4Attention(Attention):
 class InputScaledMlp(SparseMlp):
     """Experts whose inputs, not outputs, are multiplied by the sigmoid of their logit."""
 
-    def outputs(
-        self, stream: ResidualStream, logits: Tensor, ids: Tensor, weights: Tensor, order: Tensor, offsets: Tensor
-    ) -> Tensor:
-        """Return the experts' outputs for the pairs; their weights become 1."""
+    def outputs(self, stream: ResidualStream, logits: Tensor, routing: Routing) -> Tensor:
+        """Return the experts' outputs of all pairs; their weights become 1."""
         # torch's vectorized and scalar code differ in the last bit, which float64 rounds away
-        scales = torch.sigmoid(logits.gather(1, ids.clamp(min=0).long()).double())
-        weights.fill_(1.0)
-        hidden, adapters = stream.hidden, self.experts.adapters(stream, ids)
+        scales = torch.sigmoid(logits.gather(1, routing.ids.clamp(min=0).long()).double())
+        routing.weights.fill_(1.0)
+        hidden = stream.hidden
         scaled = (hidden[:, None] * scales.to(hidden.dtype)[:, :, None]).flatten(0, 1)
-        return replace(self.experts, top_k=1).run(scaled, order, offsets, adapters)
+        return replace(self.experts, top_k=1).run(stream, scaled, routing)
 
 
 class Llama4(Sparse):
@@ -70,7 +67,7 @@ class Llama4(Sparse):
 
     architecture = "Llama4ForCausalLM"
     biases = ATTENTION_BIASES
-    mlp = "feed_forward."
+    mlp = stacked_mlp = "feed_forward."
     router = "router"
     experts_transposed = True
     gates_shared_expert = False
@@ -126,17 +123,6 @@ class Llama4(Sparse):
     def layer_weights(self, config: ModelConfig, at: str, name: str) -> WeightMap:
         return renamed(super().layer_weights(config, at, name), name, {"mlp": "feed_forward"})
 
-    def expert_weights(self, config: ModelConfig, at: str, name: str, *, is_stacked: bool) -> WeightMap:
-        """Return the weight map of one layer's router and experts; stacks are [experts, in_features, out_features]."""
-        places = super().expert_weights(config, at, name, is_stacked=False)
-        if is_stacked:
-            experts, hidden, mlp = experts_of(config), config.hidden_size, f"{name}{self.mlp}"
-            width = experts.intermediate_size
-            gate_up, down = (experts.count, hidden, 2 * width), (experts.count, width, hidden)
-            places[f"{at}experts.gate_up"] = (Part(f"{mlp}experts.gate_up_proj", gate_up, 2, (Run(width), Run(width))),)
-            places[f"{at}experts.down"] = (Part(f"{mlp}experts.down_proj", down, 1),)
-        return places
-
     def attention(self, config: ModelConfig, weights: Weights, index: int) -> Attention:
         assert isinstance(config, Llama4Config)
         found = super().attention(config, weights, index)
@@ -149,8 +135,8 @@ class Llama4(Sparse):
             found = replace(found, q_norm=norm, k_norm=norm)
         heads = torch.arange(found.qkv.out_features).view(-1, config.head_dim)
         rotated = config.num_attention_heads + config.num_key_value_heads
-        apart = torch.cat((heads[:rotated, ::2], heads[:rotated, 1::2]), dim=1)
-        order = torch.cat((apart, heads[rotated:])).flatten().to(weights.device)
+        half_split = torch.cat((heads[:rotated, ::2], heads[:rotated, 1::2]), dim=1)
+        order = torch.cat((half_split, heads[rotated:])).flatten().to(weights.device)
         return Llama4Attention(**vars(found), order=order, query_scales=None)
 
 

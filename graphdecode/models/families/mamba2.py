@@ -15,7 +15,7 @@ from graphdecode.models.families.hybrid import (
     renamed,
 )
 from graphdecode.models.families.llama import norms_at
-from graphdecode.models.family import edges
+from graphdecode.models.family import outer_weights
 from graphdecode.models.weight_map import WeightMap
 from graphdecode.models.weights import Weights
 
@@ -41,7 +41,6 @@ class Mamba2Family(Mamba2Hybrid):
     architecture = "Mamba2ForCausalLM"
     # config.json has no fields of attention; sequence length is limited only by memory
     defaults: ClassVar[dict[str, Any]] = {
-        "hidden_act": "silu",
         "intermediate_size": 1,
         "max_position_embeddings": 2**20,
         "num_attention_heads": 1,
@@ -74,7 +73,7 @@ class Mamba2Family(Mamba2Hybrid):
         return {"recurrent": (sizes.state,) * fields["num_hidden_layers"], "mixer": sizes}
 
     def weights(self, config: ModelConfig) -> WeightMap:
-        places = edges(config, embedding="backbone.embeddings", final_norm="backbone.norm_f")
+        places = outer_weights(config, embedding="backbone.embeddings", final_norm="backbone.norm_f")
         for index in range(config.num_hidden_layers):
             at, name = f"layers.{index}.", f"backbone.layers.{index}."
             places |= norms_at({"input_norm": "norm"}, config, at, name)
@@ -101,7 +100,6 @@ class Bamba(Mamba2Hybrid):
     final_norm = "model.final_layernorm"
     has_partial_rotary = True
     defaults: ClassVar[dict[str, Any]] = MAMBA2_DEFAULTS | {
-        "hidden_act": "silu",
         "max_position_embeddings": 262144,
         "num_key_value_heads": 8,
         "partial_rotary_factor": 0.5,
@@ -110,8 +108,7 @@ class Bamba(Mamba2Hybrid):
     def options(self, settings: dict[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
         layers, attending = fields["num_hidden_layers"], settings.get("attn_layer_indices") or ()
         kinds = ["full_attention" if index in attending else "mamba" for index in range(layers)]
-        sizes = mamba2_sizes(settings)
-        return {"recurrent": recurrent_layers(kinds, layers, sizes.state, ("mamba",)), "mixer": sizes}
+        return recurrent_layers(kinds, layers, mamba2_sizes(settings), ("mamba",))
 
     def layer_weights(self, config: ModelConfig, at: str, name: str) -> WeightMap:
         names = {"post_attention_layernorm": "pre_ff_layernorm", "mlp": "feed_forward"}

@@ -107,7 +107,6 @@ class NemotronH(Mamba2Family):
         return renamed(places, "", {"backbone": "model"}) if "model.embeddings.weight" in tensors else places
 
     def block_weights(self, config: ModelConfig, index: int, at: str, name: str) -> WeightMap:
-        """Return the weight map of a layer's Mamba2, MLP or attention."""
         hidden, ff, state = config.hidden_size, config.intermediate_size, config.recurrent[index]
         if state is not None and state.shapes:
             return super().block_weights(config, index, at, name)
@@ -120,7 +119,6 @@ class NemotronH(Mamba2Family):
         return product(f"{at}qkv", qkv, hidden, split=0) | o
 
     def block(self, config: ModelConfig, weights: Weights, index: int) -> Mixer | FeedForward:
-        """Return a layer's Mamba2, MLP or attention."""
         at, state = f"layers.{index}.", config.recurrent[index]
         if state is not None and not state.shapes:
             return SquaredReluMlp(weights.linear(f"{at}up"), weights.linear(f"{at}down"))
@@ -128,7 +126,6 @@ class NemotronH(Mamba2Family):
 
 
 def _kinds(settings: dict[str, Any]) -> list[str]:
-    """Return the kind of each layer: mamba, attention or mlp."""
     name = next((n for n in ("layers_block_type", "layer_types", "hybrid_override_pattern") if settings.get(n)), None)
     given = settings[name] if name else None
     if not isinstance(given, (list, str)) or not all(isinstance(each, str) and each in _KINDS for each in given):

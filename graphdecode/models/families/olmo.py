@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from graphdecode.linear.weight_form import Stored
 from graphdecode.models.blocks import Attention, Mixer
-from graphdecode.models.config import ModelConfig, all_but_every, choice, count, flag, layer_ropes, layer_windows
+from graphdecode.models.config import ModelConfig, all_but_every, choice, count, flag, layer_ropes
 from graphdecode.models.families.hybrid import OF_ATTENTION, Hybrid, recurrent_layers, renamed
 from graphdecode.models.families.llama import ATTENTION_BIASES, Llama, head_run, norms_at
 from graphdecode.models.families.qwen3_5 import DeltaSizes, delta_net
@@ -42,26 +42,24 @@ class Olmo2(Llama):
 
     def attention(self, config: ModelConfig, weights: Weights, index: int) -> Attention:
         """Return a layer's attention; ranks norm its heads together."""
-        attention, shared = super().attention(config, weights, index), weights.shared
-        if shared is None:
+        attention, collectives = super().attention(config, weights, index), weights.collectives
+        if collectives is None:
             return attention
-        return JointlyNormedAttention(**vars(attention), collectives=shared, place=f"layers.{index}.q_norm")
+        return JointlyNormedAttention(**vars(attention), collectives=collectives, place=f"layers.{index}.q_norm")
 
 
 class Olmo3(Olmo2):
     """OLMo 3."""
 
     architecture = "Olmo3ForCausalLM"
+    window_period = 4
     defaults: ClassVar[dict[str, Any]] = Olmo2.defaults | {"sliding_window": 4096}
 
     def config(self, settings: dict[str, Any]) -> ModelConfig:
         return super().config(settings | ropes_by_layer_type(settings, _THETA, _THETA))
 
-    def windows(self, settings: dict[str, Any], layers: int) -> tuple[int, ...]:
-        return layer_windows(settings, all_but_every(4, layers))
-
     def options(self, settings: dict[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
-        pattern = all_but_every(4, fields["num_hidden_layers"])
+        pattern = self.has_window(settings, fields["num_hidden_layers"])
         return super().options(settings, fields) | layer_ropes(settings, fields, pattern)
 
 
@@ -76,9 +74,8 @@ class OlmoHybrid(Olmo2, Hybrid):
     """OLMo Hybrid."""
 
     architecture = "OlmoHybridForCausalLM"
-    not_recurrent = (*OF_ATTENTION, "after_attention", "after_mlp")
+    attention_only = (*OF_ATTENTION, "after_attention", "after_mlp")
     defaults: ClassVar[dict[str, Any]] = {
-        "hidden_act": "silu",
         "linear_allow_neg_eigval": True,
         "linear_conv_kernel_dim": 4,
         "max_position_embeddings": 65536,
@@ -104,8 +101,7 @@ class OlmoHybrid(Olmo2, Hybrid):
         rope = settings.get("rope_parameters")  # `rope_theta` is null if the model has no rotary embedding
         has_rope = not isinstance(rope, dict) or rope.get("rope_theta") is not None
         return super().options(settings, fields) | {
-            "recurrent": recurrent_layers(kinds, layers, sizes.state, ("linear_attention",)),
-            "mixer": sizes,
+            **recurrent_layers(kinds, layers, sizes, ("linear_attention",)),
             "layer_ropes": () if has_rope else (None,) * layers,
         }
 

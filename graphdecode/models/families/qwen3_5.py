@@ -68,7 +68,6 @@ class Qwen35(Hybrid):
     has_partial_rotary = True
     defaults: ClassVar[dict[str, Any]] = {
         "head_dim": 256,
-        "hidden_act": "silu",
         "linear_conv_kernel_dim": 4,
         "linear_key_head_dim": 128,
         "linear_num_key_heads": 16,
@@ -86,8 +85,7 @@ class Qwen35(Hybrid):
         ]
         names = ("num_key_heads", "key_head_dim", "num_value_heads", "value_head_dim", "conv_kernel_dim")
         sizes = DeltaSizes(*(count(settings, f"linear_{name}") for name in names))
-        recurrent = recurrent_layers(kinds, layers, sizes.state, ("linear_attention",))
-        return super().options(settings, fields) | {"recurrent": recurrent, "mixer": sizes}
+        return super().options(settings, fields) | recurrent_layers(kinds, layers, sizes, ("linear_attention",))
 
     def layer_weights(self, config: ModelConfig, at: str, name: str) -> WeightMap:
         """Return the weight map of one layer; queries include their gates."""
@@ -134,7 +132,7 @@ class Qwen35(Hybrid):
 def delta_net(sizes: DeltaSizes, weights: Weights, at: str, eps: float, order: Tensor | None = None) -> DeltaNet:
     """Return the delta net at prefix `at`; `order`: see `DeltaNet`."""
     return DeltaNet(
-        in_proj=weights.linear(f"{at}in_proj", is_mixed=True),
+        in_proj=weights.linear(f"{at}in_proj", keeps_each=True),
         order=order,
         conv=conv_weight(weights, f"{at}conv"),
         a_log=weights.tensor(f"{at}a_log", torch.float32),
@@ -159,11 +157,9 @@ class Qwen3Next(Sparse, Qwen35):
     }
 
     def projections(self, sizes: DeltaSizes, own: str) -> dict[str, int | tuple[Run, ...]]:
-        """Return the tensors of the first product, and the rows of each; see `product`."""
         return {f"{own}in_proj_qkvz": sizes.conv_channels + sizes.value_size, f"{own}in_proj_ba": 2 * sizes.heads}
 
     def order(self, sizes: DeltaSizes, device: torch.device) -> Tensor:
-        """Return the order of the first product's columns; both tensors are interleaved by key heads."""
         each, whole = sizes.heads // sizes.key_heads, sizes.conv_channels + sizes.value_size
         columns = torch.arange(whole + 2 * sizes.heads, device=device)
         widths = (sizes.key_dim, sizes.key_dim, each * sizes.value_dim, each * sizes.value_dim)

@@ -21,6 +21,7 @@ class Sparse(Llama):
 
     mlp: ClassVar[str] = "mlp."  # prefix of the experts' and the router's tensors within a layer
     stacked_mlp: ClassVar[str] = "mlp."  # the same where experts are stacked, as by transformers 5
+    stacks: ClassVar[tuple[str, str]] = ("experts.gate_up_proj", "experts.down_proj")  # below it
     # modules of an expert's first product, gate first
     gate_up: ClassVar[tuple[str, str]] = ("gate_proj", "up_proj")
     down: ClassVar[str] = "down_proj"  # module of its second product
@@ -65,7 +66,6 @@ class Sparse(Llama):
         return self.sparse_weights(config, is_stacked=any(name.endswith(".experts.down_proj") for name in tensors))
 
     def feed_forward(self, config: ModelConfig, weights: Weights, index: int) -> FeedForward:
-        """Return a layer's experts, or its MLP."""
         experts, at = config.experts, f"layers.{index}."
         if experts is None or not experts.layers[index]:
             return super().feed_forward(config, weights, index)
@@ -74,7 +74,7 @@ class Sparse(Llama):
             gate_up, down = weights.linear(f"{at}gate_up"), weights.linear(f"{at}down", is_partial=True)
             shared = GatedMlp(gate_up, down, config.activation)
         sparse = self.sparse_mlp(config, weights, at, shared)
-        return sparse if weights.shared is None else SummedMlp(sparse, weights.shared, f"{at}experts")
+        return sparse if weights.collectives is None else SummedMlp(sparse, weights.collectives, f"{at}experts")
 
     def sparse_mlp(self, config: ModelConfig, weights: Weights, at: str, shared: GatedMlp | None) -> SparseMlp:
         """Return router and experts of the layer whose places begin with `at`, beside the shared expert, if any."""
@@ -110,15 +110,26 @@ class Sparse(Llama):
             places |= product(f"{at}down", {f"{mlp}{self.shared_expert}.{self.down}": hidden}, shared, split=1)
         places |= product(f"{at}router", router, hidden, split=None, bias=self.has_biases)
         if is_stacked:
-            gate_up_shape, halves = (experts.count, 2 * width, hidden), (Run(width), Run(width))
-            places[f"{at}experts.gate_up"] = (Part(f"{mlp}experts.gate_up_proj", gate_up_shape, 1, halves),)
-            places[f"{at}experts.down"] = (Part(f"{mlp}experts.down_proj", (experts.count, hidden, width), 2),)
-            return places
+            return places | self.stacked_weights(experts, hidden, f"{at}experts.", mlp)
         each = [f"{mlp}experts.{expert}." for expert in range(experts.count)]
         gate_up = {f"{expert}{part}": width for expert in each for part in self.gate_up}
         down = {f"{expert}{self.down}": hidden for expert in each}
         places |= product(f"{at}experts.gate_up", gate_up, hidden, split=0, bias=self.has_biases)
         return places | product(f"{at}experts.down", down, width, split=1, bias=self.has_biases)
+
+    def stacked_weights(self, experts: ExpertsConfig, hidden: int, at: str, mlp: str) -> WeightMap:
+        """Return the weight map of one layer's stacks of experts, for their layout see `ExpertNames`."""
+        places: WeightMap = {}
+        width, halves = experts.intermediate_size, (Run(experts.intermediate_size),) * 2
+        gate_up, down = (2 * width, hidden), (hidden, width)
+        for name, own, shape, split in zip(("gate_up", "down"), self.stacks, (gate_up, down), (0, 1), strict=True):
+            runs = halves if split == 0 and not self.experts_interleaved else ()
+            stored, axis = (shape[::-1], 1 - split) if self.experts_transposed else (shape, split)
+            places[f"{at}{name}"] = (Part(f"{mlp}{own}", (experts.count, *stored), axis + 1, runs),)
+            if self.has_biases:
+                bias = Part(f"{mlp}{own}_bias", (experts.count, shape[0]), None if split else 1, runs, split == 1)
+                places[f"{at}{name}.bias"] = (bias,)
+        return places
 
     def sparse_weights(self, config: ModelConfig, *, is_stacked: bool) -> WeightMap:
         """Return the weight map, with stacked experts or separate ones."""

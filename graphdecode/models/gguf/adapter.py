@@ -15,11 +15,7 @@ _ACTIVATED = "adapter.alora.invocation_tokens"  # activated LoRA changes only th
 
 
 def read_gguf_adapter(path: Path, config: ModelShape) -> Iterator[tuple[str, Tensor, Tensor, float]]:
-    """Yield module in transformers, A [rank, in_features], B [out_features, rank], and what B is to be multiplied by.
-
-    Args:
-        path: of the file.
-        config: of the model.
+    """Yield module in transformers, A [rank, in_features], B [out_features, rank], and the scale of B.
 
     Raises:
         UnsupportedModelError: it is no adapter, one of another architecture, or a tensor is not of a product.

@@ -1,6 +1,6 @@
-"""What GGUF calls an architecture, its fields and its tensors, in the words of a config.json and of safetensors.
+"""GGUF's architectures: their metadata as fields of a config.json, their tensors by the names of transformers.
 
-What a file does not say, such as which layers of Gemma see a window, is what the architecture's models all have.
+What a file does not say, such as which layers of Gemma have a window, is the same in all models of an architecture.
 """
 
 import math
@@ -20,29 +20,21 @@ from graphdecode.models.gguf.settings import (
     Settings,
     bamba_settings,
     deepseek_settings,
-    falcon_h1_settings,
     gemma4_of_tensors,
     gemma4_settings,
     gemma_settings,
-    gpt_oss_settings,
     granite_hybrid_settings,
     granite_settings,
     lfm2_settings,
     llama4_settings,
-    mamba2_alone_settings,
-    mixtral_settings,
     nemotron_h_settings,
     phi3_settings,
-    qwen2_moe_settings,
-    qwen3_moe_settings,
-    qwen3_next_settings,
     qwen35_settings,
-    smollm3_settings,
     windows,
 )
 from graphdecode.models.gguf.tokenizer import stop_token_ids
 
-EDGES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+OUTER = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 ROTATED = ("attn_q", "attn_k")
 ONE_ROW = ("ffn_gate_inp_shexp",)  # a vector in the file
 _NAMESAKES = {"Mistral": "Llama"}  # models of transformers that are called another one's in GGUF
@@ -53,7 +45,7 @@ View = TensorView | JoinedView
 
 
 class Join(NamedTuple):
-    """A matrix of transformers that is in several tensors of a layer; see `JoinedView`."""
+    """A matrix of transformers that GGUF stores as several tensors; see `JoinedView`."""
 
     parts: tuple[str, ...]  # GGUF's names of them
     join: Callable[..., Tensor]
@@ -69,16 +61,22 @@ class Architecture:
     # stack
     layer: Mapping[str, str]
     prefix: str = "model.layers"  # what the names of a layer's tensors begin with
-    edges: Mapping[str, str] = field(default_factory=lambda: EDGES)  # names of the tensors that no layer has
-    neighbours: bool = False  # the two halves of a rotary pair are neighbours among the rows of q and k
-    bare: tuple[str, ...] = ()  # tensors whose names have no ending in transformers
+    outer: Mapping[str, str] = field(default_factory=lambda: OUTER)  # names of the tensors that no layer has
+    interleaved_rope: bool = False  # rows of q and k: rotary pairs are adjacent, not half a head apart
+    without_ending: tuple[str, ...] = ()  # tensors without `.weight` in transformers
     norm_shift: float = 0.0  # what is added to the norms' stored gains
-    tiles_values: bool = False  # heads of values are in another order; see `_tiled`
+    reorders_values: bool = False  # value heads are in another order; see `_value_order`
     # transformers' names of matrices in several tensors of a layer -> the parts, given the metadata
     joins: Callable[[Metadata], Mapping[str, Join]] = field(default=lambda metadata: {})
-    layers_differ: bool = False  # in their sizes
-    has_latent_keys: bool = False  # keys and values are sums of latent ones; only a part of each key is rotated
-    more: Callable[[Metadata], Settings] = field(default=lambda metadata: {})  # fields beside those that all have
+    layers_differ: bool = False  # layers differ in size
+    has_latent_keys: bool = False  # latent attention (DeepSeek)
+    # fields of config.json beyond those that all of them have: constants, counts and numbers of the metadata (with
+    # a default; None: required), and what `more` computes
+    constants: Mapping[str, Any] = field(default_factory=dict)
+    counts: Mapping[str, str] = field(default_factory=dict)
+    numbers: Mapping[str, tuple[str, float | None]] = field(default_factory=dict)
+    window_period: int = 0  # by default each such layer sees all tokens, the others a window; 0: no windows
+    more: Callable[[Metadata], Settings] = field(default=lambda metadata: {})
     of_tensors: Callable[[Mapping[str, GgufTensor]], Settings] = field(default=lambda stored: {})  # what tensors say
 
     @property
@@ -87,7 +85,7 @@ class Architecture:
         return any(part.startswith(("ssm_", "shortconv")) for part in self.layer)
 
     def settings(self, fields: Mapping[str, Any], stored: Mapping[str, GgufTensor]) -> Settings:
-        """Return the fields of the config.json that a model has, given the metadata of its file and its tensors."""
+        """Return the fields of config.json, given a file's metadata and tensors."""
         metadata = Metadata(fields)
         layers, hidden = metadata.count("block_count"), metadata.count("embedding_length")
         counted = metadata.most if self.has_states or self.layers_differ else metadata.count  # some may have none
@@ -118,12 +116,16 @@ class Architecture:
             "eos_token_id": stop_token_ids(fields),
             "dtype": _dtype(stored),
             **rope_settings(metadata, stored, head_dim),
+            **(windows(metadata, self.window_period) if self.window_period else {}),
+            **self.constants,
+            **{ours: metadata.count(name) for ours, name in self.counts.items()},
+            **{ours: metadata.number(*stated) for ours, stated in self.numbers.items()},
             **self.more(metadata),
             **self.of_tensors(stored),
         }
 
     def views(self, fields: Mapping[str, Any], stored: Mapping[str, GgufTensor]) -> Iterator[tuple[str, View]]:
-        """Yield the tensors as transformers has them, with its names; one that it has no name for has its own."""
+        """Yield all tensors as transformers has them, by its names; those without one by their own."""
         metadata = Metadata(fields)
         joins = self.joins(metadata)
         joined = {part for join in joins.values() for part in join.parts}
@@ -135,7 +137,7 @@ class Architecture:
             known = f"{part}.{kind}" if f"{part}.{kind}" in self.layer else part
             if name.startswith("blk.") and layer.isdecimal() and known in self.layer:
                 whole = f"{self.prefix}.{layer}.{self.layer[known]}"
-                if known in self.bare and known != part:
+                if known in self.without_ending and known != part:
                     yield whole, TensorView(tensor, tensor.shape)
                 else:
                     yield from self._of_layer(metadata, tensor, (part, kind), whole)
@@ -145,8 +147,8 @@ class Architecture:
                     if name == names[0] and all(each in stored for each in names):
                         parts = tuple(TensorView(stored[each], stored[each].shape) for each in names)
                         yield f"{self.prefix}.{layer}.{theirs}.weight", JoinedView(parts, join.join, join.keeps_rows)
-            elif place in self.edges:
-                yield f"{self.edges[place]}.{kind}", TensorView(tensor, tensor.shape, shift=self._shift(place))
+            elif place in self.outer:
+                yield f"{self.outer[place]}.{kind}", TensorView(tensor, tensor.shape, shift=self._shift(place))
             elif name not in ROPE_TENSORS:
                 yield name, TensorView(tensor, tensor.shape)
 
@@ -154,7 +156,7 @@ class Architecture:
         self, metadata: Metadata, tensor: GgufTensor, place: tuple[str, str], name: str
     ) -> Iterator[tuple[str, TensorView]]:
         part, kind = place
-        order = _tiled(metadata, part) if self.tiles_values else {}
+        order = _value_order(metadata, part) if self.reorders_values else {}
         ending = f".{kind}" if kind else ""
         if part + ending in _VECTORS:
             yield name + ending, TensorView(tensor, (math.prod(tensor.shape),), is_log=part == "ssm_a", **order)
@@ -162,7 +164,7 @@ class Architecture:
             yield f"{name}.{kind}", TensorView(tensor, (*tensor.shape[:-1], 1, tensor.shape[-1]), **order)
         elif part in ONE_ROW:
             yield f"{name}.{kind}", TensorView(tensor, (1, tensor.shape[-1]))
-        elif part in self.bare:
+        elif part in self.without_ending:
             yield name, TensorView(tensor, tensor.shape, **order)
         elif "{expert}" in name:
             halves = ("gate_proj", "up_proj") if name.endswith("gate_up_proj") else ("",)
@@ -174,7 +176,7 @@ class Architecture:
                 yield f"{whole}.{kind}".format(expert=expert), own
         else:
             head_rows = 0
-            if self.neighbours and part in ROTATED:
+            if self.interleaved_rope and part in ROTATED:
                 heads = metadata.count("attention.head_count")
                 kv_heads = metadata.most("attention.head_count_kv", heads) or heads
                 head_rows = tensor.shape[0] // (kv_heads if part == "attn_k" else heads)
@@ -186,7 +188,7 @@ class Architecture:
 
 
 def _check_counts(metadata: Metadata, stored: Mapping[str, GgufTensor]) -> None:
-    """Refuse counts that do not fit the tensors, before anything is allocated for them."""
+    """Refuse counts that do not fit the tensors, before memory is allocated for them."""
     if "token_embd.weight" not in stored:
         raise UnsupportedModelError("the tensor token_embd.weight is missing")
     held = len({name.split(".")[1] for name in stored if name.startswith("blk.")})
@@ -199,7 +201,7 @@ def _check_counts(metadata: Metadata, stored: Mapping[str, GgufTensor]) -> None:
 
 
 def _check_experts(stored: Mapping[str, GgufTensor]) -> None:
-    """Refuse stacks without an axis of experts, and those of one product in transformers that are not alike."""
+    """Refuse stacks without an axis of experts, and gates with another shape than their up projection."""
     for name, tensor in stored.items():
         place, _, kind = name.rpartition(".")
         if not place.endswith("_exps") or kind == "scale":
@@ -219,7 +221,7 @@ def _dtype(stored: Mapping[str, GgufTensor]) -> str:
 
 
 def _qwen3_next_joins(metadata: Metadata) -> Mapping[str, Join]:
-    """Return the product of which each head of keys has its part: queries, keys, values and gates."""
+    """Return the join of queries, keys, values and gates, which transformers groups by key head."""
     key_heads, keys = metadata.count("ssm.group_count"), metadata.count("ssm.state_size")
 
     def by_head(qkv: Tensor, gates: Tensor) -> Tensor:
@@ -231,7 +233,7 @@ def _qwen3_next_joins(metadata: Metadata) -> Mapping[str, Join]:
 
 
 def _deepseek_joins(metadata: Metadata) -> Mapping[str, Join]:
-    """Return the product of latent keys, of which each head has its part: keys, transposed in the file, and values."""
+    """Return the join of what expands latents to keys, transposed in the file, and to values, by head."""
 
     def by_head(keys: Tensor, values: Tensor) -> Tensor:
         return torch.cat((keys.mT, values), 1).flatten(0, 1)
@@ -239,8 +241,8 @@ def _deepseek_joins(metadata: Metadata) -> Mapping[str, Join]:
     return {"self_attn.kv_b_proj": Join(("attn_k_b", "attn_v_b"), by_head, keeps_rows=False)}
 
 
-def _tiled(metadata: Metadata, part: str) -> dict[str, Any]:
-    """Return rows or columns of a delta net's tensor, whose heads of values are not ordered by their heads of keys."""
+def _value_order(metadata: Metadata, part: str) -> dict[str, Any]:
+    """Return the order of a delta net's rows or columns: the file does not group value heads by key heads."""
     heads, key_heads = metadata.count("ssm.time_step_rank"), metadata.count("ssm.group_count")
     if part not in _VALUE_PARTS or heads % key_heads or heads == key_heads:
         return {}
@@ -295,8 +297,8 @@ def _ssm(module: str) -> dict[str, str]:
     return {part: f"{module}.{name}" for part, name in zip(_SSM_PARTS, _SSM, strict=True)}
 
 
-_BARE_SSM = ("ssm_dt",)
-_MAMBA2_EDGES = {"token_embd": "backbone.embeddings", "output_norm": "backbone.norm_f", "output": "lm_head"}
+_SSM_WITHOUT_ENDING = ("ssm_dt",)
+_MAMBA2_OUTER = {"token_embd": "backbone.embeddings", "output_norm": "backbone.norm_f", "output": "lm_head"}
 _FALCON_H1 = {
     "attn_norm": "input_layernorm",
     "ffn_norm": "pre_ff_layernorm",
@@ -356,7 +358,7 @@ _GEMMA4 = {
     "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
     "proj": "per_layer_projection",
 }
-_GEMMA4_EDGES = {
+_GEMMA4_OUTER = {
     "per_layer_model_proj": "model.per_layer_model_projection",
     "per_layer_proj_norm": "model.per_layer_projection_norm",
     "per_layer_token_embd": "model.embed_tokens_per_layer",
@@ -379,128 +381,196 @@ _DEEPSEEK = {
     "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
     "ffn_up_shexp": "mlp.shared_experts.up_proj",
 }
+_EXPERT_COUNTS = {
+    "num_experts": "expert_count",
+    "num_experts_per_tok": "expert_used_count",
+    "moe_intermediate_size": "expert_feed_forward_length",
+}
+_SHARED_COUNTS = _EXPERT_COUNTS | {"shared_expert_intermediate_size": "expert_shared_feed_forward_length"}
+_LOCAL_COUNTS = {"num_local_experts": "expert_count", "num_experts_per_tok": "expert_used_count"}
+_DEEPSEEK_COUNTS = {
+    "kv_lora_rank": "attention.kv_lora_rank",
+    "moe_intermediate_size": "expert_feed_forward_length",
+    "n_routed_experts": "expert_count",
+    "num_experts_per_tok": "expert_used_count",
+    "num_key_value_heads": "attention.head_count",
+    "qk_rope_head_dim": "rope.dimension_count",
+}
+_LLAMA4_COUNTS = _LOCAL_COUNTS | {
+    "interleave_moe_layer_step": "interleave_moe_layer_step",
+    "intermediate_size": "expert_feed_forward_length",
+    "intermediate_size_mlp": "feed_forward_length",
+}
+_DELTA_NET_COUNTS = {
+    "linear_conv_kernel_dim": "ssm.conv_kernel",
+    "linear_key_head_dim": "ssm.state_size",
+    "linear_num_key_heads": "ssm.group_count",
+    "linear_num_value_heads": "ssm.time_step_rank",
+}
+_MAMBA2_COUNTS = {
+    "mamba_d_conv": "ssm.conv_kernel",
+    "mamba_d_ssm": "ssm.inner_size",
+    "mamba_d_state": "ssm.state_size",
+    "mamba_n_groups": "ssm.group_count",
+    "mamba_n_heads": "ssm.time_step_rank",
+}
+_STATE_COUNTS = {"conv_kernel": "ssm.conv_kernel", "n_groups": "ssm.group_count"}
+_EPS = ("attention.layer_norm_rms_epsilon", None)
+_GRANITE_NUMBERS = {
+    "embedding_multiplier": ("embedding_scale", 1.0),
+    "residual_multiplier": ("residual_scale", 1.0),
+    "logits_scaling": ("logit_scale", 1.0),
+}
 _FUSED = {"attn_qkv": "self_attn.qkv_proj", "attn_output": "self_attn.o_proj"}
 _FUSED_MLP = {"ffn_up": "mlp.gate_up_proj", "ffn_down": "mlp.down_proj"}
 
 ARCHITECTURES: dict[str, Architecture] = {
-    "llama": Architecture("Llama", _DENSE, neighbours=True),
+    "llama": Architecture("Llama", _DENSE, interleaved_rope=True),
     "mixtral": Architecture(
-        "Mixtral", _ATTENTION | _NORMS_BEFORE | _MIXTRAL_EXPERTS, neighbours=True, more=mixtral_settings
+        "Mixtral", _ATTENTION | _NORMS_BEFORE | _MIXTRAL_EXPERTS, interleaved_rope=True, counts=_LOCAL_COUNTS
     ),
     "qwen2": Architecture("Qwen2", _DENSE),
-    "qwen2moe": Architecture(
-        "Qwen2Moe", _ATTENTION | _NORMS_BEFORE | _EXPERTS | _SHARED_EXPERT, more=qwen2_moe_settings
-    ),
+    "qwen2moe": Architecture("Qwen2Moe", _ATTENTION | _NORMS_BEFORE | _EXPERTS | _SHARED_EXPERT, counts=_SHARED_COUNTS),
     "qwen3": Architecture("Qwen3", _DENSE | _QK_NORMS),
-    "qwen3moe": Architecture("Qwen3Moe", _ATTENTION | _QK_NORMS | _NORMS_BEFORE | _EXPERTS, more=qwen3_moe_settings),
+    "qwen3moe": Architecture(
+        "Qwen3Moe",
+        _ATTENTION | _QK_NORMS | _NORMS_BEFORE | _EXPERTS,
+        constants={"norm_topk_prob": True},
+        counts=_EXPERT_COUNTS,
+    ),
     "gemma2": Architecture(
         "Gemma2",
         _ATTENTION | _NORMS_AROUND | _MLP,
         norm_shift=-1.0,
-        more=partial(gemma_settings, period=2, attention_cap=50.0, logits_cap=30.0),
+        window_period=2,
+        more=partial(gemma_settings, attention_cap=50.0, logits_cap=30.0),
     ),
     "gemma3": Architecture(
         "Gemma3",
         _ATTENTION | _QK_NORMS | _NORMS_AROUND | _MLP,
         norm_shift=-1.0,
-        more=partial(gemma_settings, period=6, attention_cap=None, logits_cap=0.0),
+        window_period=6,
+        more=partial(gemma_settings, attention_cap=None, logits_cap=0.0),
     ),
     "phi3": Architecture("Phi3", _FUSED | _NORMS_BEFORE | _FUSED_MLP, more=phi3_settings),
     "olmo2": Architecture("Olmo2", _ATTENTION | _QK_NORMS | _NORMS_AFTER | _MLP),
-    "olmo3": Architecture("Olmo3", _ATTENTION | _QK_NORMS | _NORMS_AFTER | _MLP, more=partial(windows, period=4)),
-    "smollm3": Architecture("SmolLM3", _DENSE, neighbours=True, more=smollm3_settings),
+    "olmo3": Architecture("Olmo3", _ATTENTION | _QK_NORMS | _NORMS_AFTER | _MLP, window_period=4),
+    "smollm3": Architecture("SmolLM3", _DENSE, interleaved_rope=True),
     "gpt-oss": Architecture(
         "GptOss",
         _ATTENTION | _GPT_OSS | _EXPERTS | {"ffn_gate_inp": "mlp.router"},
-        bare=("attn_sinks",),
-        more=gpt_oss_settings,
+        without_ending=("attn_sinks",),
+        counts=_LOCAL_COUNTS,
+        window_period=2,
     ),
-    "granite": Architecture("Granite", _DENSE, neighbours=True, more=granite_settings),
+    "granite": Architecture("Granite", _DENSE, interleaved_rope=True, numbers=_GRANITE_NUMBERS, more=granite_settings),
     "granitehybrid": Architecture(
-        "GraniteMoeHybrid", _DENSE | _ssm("mamba"), neighbours=True, bare=_BARE_SSM, more=granite_hybrid_settings
+        "GraniteMoeHybrid",
+        _DENSE | _ssm("mamba"),
+        interleaved_rope=True,
+        without_ending=_SSM_WITHOUT_ENDING,
+        constants={"num_local_experts": 0},
+        counts=_MAMBA2_COUNTS,
+        numbers=_GRANITE_NUMBERS,
+        more=granite_hybrid_settings,
     ),
     "bamba": Architecture(
         "Bamba",
         _ATTENTION | _FALCON_H1 | _ssm("mamba"),
-        edges=EDGES | {"output_norm": "model.final_layernorm"},
-        neighbours=True,
-        bare=_BARE_SSM,
+        outer=OUTER | {"output_norm": "model.final_layernorm"},
+        interleaved_rope=True,
+        without_ending=_SSM_WITHOUT_ENDING,
+        counts=_MAMBA2_COUNTS,
         more=bamba_settings,
     ),
     "falcon-h1": Architecture(
         "FalconH1",
         _ATTENTION | _FALCON_H1 | _ssm("mamba"),
-        edges=EDGES | {"output_norm": "model.final_layernorm"},
-        bare=_BARE_SSM,
-        more=falcon_h1_settings,
+        outer=OUTER | {"output_norm": "model.final_layernorm"},
+        without_ending=_SSM_WITHOUT_ENDING,
+        constants={"mamba_norm_before_gate": False},  # its multipliers are part of the weights
+        counts=_MAMBA2_COUNTS,
     ),
     "mamba2": Architecture(
         "Mamba2",
         {"attn_norm": "norm"} | _ssm("mixer"),
         prefix="backbone.layers",
-        edges=_MAMBA2_EDGES,
-        bare=_BARE_SSM,
-        more=mamba2_alone_settings,
+        outer=_MAMBA2_OUTER,
+        without_ending=_SSM_WITHOUT_ENDING,
+        constants={"head_dim": "auto"},
+        counts=_STATE_COUNTS
+        | {"mamba_d_ssm": "ssm.inner_size", "num_heads": "ssm.time_step_rank", "state_size": "ssm.state_size"},
+        numbers={"layer_norm_epsilon": _EPS},
     ),
     "nemotron_h": Architecture(
         "NemotronH",
         _NEMOTRON_H | _ssm("mixer"),
         prefix="backbone.layers",
-        edges=_MAMBA2_EDGES,
-        bare=_BARE_SSM,
+        outer=_MAMBA2_OUTER,
+        without_ending=_SSM_WITHOUT_ENDING,
+        counts=_STATE_COUNTS | {"mamba_num_heads": "ssm.time_step_rank", "ssm_state_size": "ssm.state_size"},
+        numbers={"layer_norm_epsilon": _EPS},
         more=nemotron_h_settings,
     ),
     "lfm2": Architecture(
         "Lfm2",
         _ATTENTION | _LFM2,
-        edges=EDGES | {"token_embd_norm": "model.embedding_norm"},
+        outer=OUTER | {"token_embd_norm": "model.embedding_norm"},
+        constants={"block_auto_adjust_ff_dim": False},
+        counts={"conv_L_cache": "shortconv.l_cache"},
+        numbers={"norm_eps": _EPS},
         more=lfm2_settings,
     ),
     "qwen35": Architecture(
         "Qwen3_5",
         _ATTENTION | _QK_NORMS | {"attn_norm": "input_layernorm"} | _MLP | _ssm("linear_attn") | _DELTA_NET,
         norm_shift=-1.0,
-        bare=_BARE_SSM,
-        tiles_values=True,
+        without_ending=_SSM_WITHOUT_ENDING,
+        reorders_values=True,
+        counts=_DELTA_NET_COUNTS,
         more=qwen35_settings,
     ),
     "qwen3next": Architecture(
         "Qwen3Next",
         _ATTENTION | _QK_NORMS | _EXPERTS | _SHARED_EXPERT | _ssm("linear_attn") | _QWEN3_NEXT,
         norm_shift=-1.0,
-        bare=_BARE_SSM,
+        without_ending=_SSM_WITHOUT_ENDING,
         joins=_qwen3_next_joins,
-        more=qwen3_next_settings,
+        counts=_SHARED_COUNTS | _DELTA_NET_COUNTS,
+        more=qwen35_settings,
     ),
     "gemma4": Architecture(
         "Gemma4",
         _ATTENTION | _QK_NORMS | _NORMS_AROUND | _MLP | _GEMMA4,
-        edges=EDGES | _GEMMA4_EDGES,
-        bare=("layer_output_scale", "ffn_gate_inp.scale", "ffn_down_exps.scale"),
+        outer=OUTER | _GEMMA4_OUTER,
+        without_ending=("layer_output_scale", "ffn_gate_inp.scale", "ffn_down_exps.scale"),
         layers_differ=True,
+        counts={"global_head_dim": "attention.key_length", "head_dim": "attention.key_length_swa"},
+        window_period=6,
         more=gemma4_settings,
         of_tensors=gemma4_of_tensors,
     ),
-    "llama4": Architecture("Llama4", _ATTENTION | _NORMS_BEFORE | _LLAMA4, more=llama4_settings),
+    "llama4": Architecture("Llama4", _ATTENTION | _NORMS_BEFORE | _LLAMA4, counts=_LLAMA4_COUNTS, more=llama4_settings),
     "deepseek2": Architecture(
         "DeepseekV2",
         _NORMS_BEFORE | _MLP | _EXPERTS | _DEEPSEEK,
-        bare=("exp_probs_b",),
+        without_ending=("exp_probs_b",),
         joins=_deepseek_joins,
         has_latent_keys=True,
+        counts=_DEEPSEEK_COUNTS,
+        numbers={"routed_scaling_factor": ("expert_weights_scale", 1.0)},
         more=deepseek_settings,
     ),
 }
 # GLM-4.7-Flash too
 ARCHITECTURES["deepseek3"] = replace(ARCHITECTURES["deepseek2"], name="DeepseekV3")
 _SIGMOID = 2  # an expert_gating_func
-
-
-_CALLED = {"mixtral": "llama", "olmo3": "olmo2", "bamba": "granitehybrid", "deepseek3": "deepseek2"}  # by GGUF
+# architectures that a header calls by another name
+_HEADER_NAMES = {"mixtral": "llama", "olmo3": "olmo2", "bamba": "granitehybrid", "deepseek3": "deepseek2"}
 
 
 def architecture_of(fields: Mapping[str, Any]) -> Architecture:
-    """Return the architecture of a file, whose metadata are given."""
+    """Return the architecture of a file, given its metadata."""
     metadata = Metadata(fields)
     name = metadata.architecture
     if name == "llama" and metadata.number("expert_count", 0):
@@ -518,9 +588,9 @@ def architecture_of(fields: Mapping[str, Any]) -> Architecture:
 
 
 def architecture_for(model: str) -> tuple[str, Architecture]:
-    """Return GGUF's name of the architecture of a model, by its class in transformers, with the architecture."""
+    """Return GGUF's name of an architecture, and the architecture, given its class in transformers."""
     kind = model.removesuffix("ForCausalLM")
     for name, found in ARCHITECTURES.items():
         if found.name == _NAMESAKES.get(kind, kind):
-            return _CALLED.get(name, name), found
+            return _HEADER_NAMES.get(name, name), found
     raise UnsupportedModelError(f"it cannot be an adapter of {model}, whose tensors in GGUF are not known")

@@ -1,4 +1,4 @@
-"""A GGUF file: its header, with metadata and places of tensors, and the reading of tensors.
+"""GGUF files: header, metadata, and the reading of tensors.
 
 The layout is that of ggml's `docs/gguf.md`, versions 2 and 3. `gguf.GGUFReader` is not used: it takes 2.6 s for a
 vocabulary of 49,152 tokens, and trusts counts and lengths of damaged files.
@@ -35,7 +35,7 @@ _DEFAULT_ALIGNMENT = 32
 
 
 class GgufTensor(NamedTuple):
-    """A tensor's place in a file."""
+    """A tensor in a file."""
 
     path: Path  # of the file
     shape: tuple[int, ...]  # as torch has it, the longest stride first
@@ -48,7 +48,7 @@ class GgufTensor(NamedTuple):
         return self.block.size(math.prod(self.shape))
 
     def read(self, first: int, count: int) -> np.ndarray:
-        """Return the bytes of `count` values from `first` on, whole blocks, uint8."""
+        """Return the bytes, uint8, of `count` values from `first` on, in whole blocks."""
         size = self.block.size(count)
         found = np.fromfile(self.path, np.uint8, size, offset=self.offset + self.block.size(first))
         if len(found) < size:
@@ -56,54 +56,37 @@ class GgufTensor(NamedTuple):
         return found
 
 
-class GgufFile:
-    """The header of one file.
+class GgufFile(NamedTuple):
+    """The header of one file."""
 
-    Attributes:
-        path: of the file.
-        fields: the metadata; arrays of numbers are NumPy arrays, those of strings are lists.
-        tensors: by name.
+    path: Path
+    fields: Mapping[str, Any]  # the metadata; arrays of numbers are NumPy arrays, those of strings are lists
+    tensors: Mapping[str, GgufTensor]
+
+
+def read_header(path: Path) -> GgufFile:
+    """Return a file's header, from a cache if the file has not changed.
 
     Raises:
         CheckpointError: it is not a GGUF file, or damaged; the message names the file and the field.
         ModelSourceError: it is a pointer of Git LFS.
     """
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        refuse_pointer(path)
-        try:
-            with path.open("rb") as opened:
-                size = opened.seek(0, 2)
-                if size < len(MAGIC):
-                    raise CheckpointError(f"{path} is not a GGUF file: it has {size} bytes")
-                with mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as data:
-                    self._read(_Header(path, data))
-        except OSError as error:
-            raise CheckpointError(f"{path}: {error.strerror}") from error
-
-    def _read(self, header: _Header) -> None:
-        header.check_magic()
-        num_tensors, num_fields = header.count("tensor_count", 32), header.count("metadata_kv_count", 13)
-        self.fields: Mapping[str, Any] = header.fields(num_fields)
-        alignment = self.fields.get("general.alignment", _DEFAULT_ALIGNMENT)
-        if not isinstance(alignment, int) or alignment < 8 or alignment & (alignment - 1):
-            raise CheckpointError(f"{self.path}: general.alignment must be a power of two >= 8, got {alignment!r}")
-        self.tensors: Mapping[str, GgufTensor] = header.tensors(num_tensors, alignment)
-
-
-def read_header(path: Path) -> GgufFile:
-    """Return a file's header, from a cache if the file has not changed; see `GgufFile`."""
     try:
         found = path.stat()
-    except OSError:
-        return GgufFile(path)  # which raises
-    return _read_once(path, found.st_ino, found.st_size, found.st_mtime_ns)
+        return _read_once(path, found.st_ino, found.st_size, found.st_mtime_ns)
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error.strerror}") from error
 
 
 @functools.lru_cache(maxsize=8)  # shards of one model
 def _read_once(path: Path, *_version: int) -> GgufFile:
-    return GgufFile(path)
+    refuse_pointer(path)
+    with path.open("rb") as opened:
+        size = opened.seek(0, 2)
+        if size < len(MAGIC):
+            raise CheckpointError(f"{path} is not a GGUF file: it has {size} bytes")
+        with mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            return _Header(path, data).read()
 
 
 class _Header:
@@ -115,8 +98,17 @@ class _Header:
         self._size = len(data)
         self._at = 0
 
-    def check_magic(self) -> None:
-        """Read magic and version."""
+    def read(self) -> GgufFile:
+        """Read the whole header."""
+        self._check_magic()
+        num_tensors, num_fields = self._count("tensor_count", 32), self._count("metadata_kv_count", 13)
+        fields = self._metadata(num_fields)
+        alignment = fields.get("general.alignment", _DEFAULT_ALIGNMENT)
+        if not isinstance(alignment, int) or alignment < 8 or alignment & (alignment - 1):
+            raise self._fault(f"general.alignment must be a power of two >= 8, got {alignment!r}")
+        return GgufFile(self._path, fields, self._tensors(num_tensors, alignment))
+
+    def _check_magic(self) -> None:
         magic = self._data[: len(MAGIC)]
         if magic != MAGIC:
             raise CheckpointError(f"{self._path} is not a GGUF file: it begins with {magic!r} and not with {MAGIC!r}")
@@ -128,9 +120,9 @@ class _Header:
             known = " and ".join(map(str, _VERSIONS))
             raise self._fault(f"version {version} is not supported; supported are {known}")
 
-    def count(self, field: str, least: int, number_format: str = "Q") -> int:
+    def _count(self, field: str, least: int) -> int:
         """Read a number of entries, each of at least `least` bytes."""
-        number = self._number(number_format, field)
+        number = self._number("Q", field)
         if number * least > self._size - self._at:
             raise self._fault(
                 f"{field} is {number}, for which {number * least} bytes must follow, and there are "
@@ -138,8 +130,7 @@ class _Header:
             )
         return number
 
-    def fields(self, count: int) -> dict[str, Any]:
-        """Read all metadata."""
+    def _metadata(self, count: int) -> dict[str, Any]:
         found: dict[str, Any] = {}
         for index in range(count):
             key = self._strings(1, f"the key of field {index}")[0]
@@ -148,7 +139,7 @@ class _Header:
             found[key] = self._value(self._number("I", f"the type of {key}"), key)
         return found
 
-    def tensors(self, count: int, alignment: int) -> dict[str, GgufTensor]:
+    def _tensors(self, count: int, alignment: int) -> dict[str, GgufTensor]:
         """Read the descriptions of all tensors, and check that the file has their bytes."""
         described: dict[str, GgufTensor] = {}
         for index in range(count):
@@ -198,11 +189,11 @@ class _Header:
             raise self._fault(f"{key} has the value type {kind}, which there is not")
         kind = self._number("I", f"the type of {key}")
         if kind == _STRING:
-            return self._strings(self.count(key, 8), key)
+            return self._strings(self._count(key, 8), key)
         if kind not in _SCALARS:
             raise self._fault(f"{key} is an array of the value type {kind}, which is not supported")
         dtype = np.dtype(f"<{_SCALARS[kind]}" if _SCALARS[kind] != "?" else "?")
-        count = self.count(key, dtype.itemsize)
+        count = self._count(key, dtype.itemsize)
         begin, self._at = self._at, self._at + count * dtype.itemsize
         return np.frombuffer(self._data[begin : self._at], dtype)
 
@@ -259,10 +250,6 @@ class Metadata:
     def has(self, name: str) -> bool:
         """Whether the architecture has the field."""
         return f"{self.architecture}.{name}" in self._all
-
-    def text(self, name: str, default: str) -> str:
-        """Return a text of the architecture."""
-        return self.whole(f"{self.architecture}.{name}", str, default)
 
     def layers(self, name: str) -> list[Any]:
         """Return an array of values for each layer; [] if it is one value for all, or missing."""

@@ -22,10 +22,10 @@ def of_quantization(names: Iterable[str], wanted: str) -> list[str]:
 
 def shards_of(name: str) -> list[str]:
     """Return the names of all shards of a model, given one of them; or the name of a model in one file."""
-    shard = _shard(name)
-    if shard is None:
+    shard = _SHARD.fullmatch(name)
+    count = int(shard["count"]) if shard is not None else 0
+    if shard is None or not 1 <= int(shard["number"]) <= count:
         return [name]
-    count = int(shard["count"])
     return [f"{shard['model']}-{number:05}-of-{count:05}{SUFFIX}" for number in range(1, count + 1)]
 
 
@@ -33,9 +33,3 @@ def models_in(folder: Path) -> list[str]:
     """Return the GGUF models of a folder without safetensors; pipes and the like are no models."""
     names = [path.name for path in folder.iterdir() if path.is_file() or not path.exists()]
     return [] if any(".safetensors" in name for name in names) else models_among(names)
-
-
-def _shard(name: str) -> re.Match[str] | None:
-    """Return the parts of a shard's name; None for other names."""
-    found = _SHARD.fullmatch(name)
-    return found if found and 1 <= int(found["number"]) <= int(found["count"]) else None

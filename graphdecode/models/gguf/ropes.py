@@ -35,7 +35,7 @@ def rope_settings(metadata: Metadata, stored: Mapping[str, GgufTensor], head_dim
 
 
 def _scaling(metadata: Metadata, stored: Mapping[str, GgufTensor], theta: float, rotated: int) -> dict[str, Any]:
-    kind = metadata.text("rope.scaling.type", "none")
+    kind = metadata.whole(f"{metadata.architecture}.rope.scaling.type", str, "none")
     if _LONG in stored and _SHORT in stored:
         trained = metadata.count("context_length")
         return {
@@ -71,7 +71,6 @@ def _scaling(metadata: Metadata, stored: Mapping[str, GgufTensor], theta: float,
 
 
 def _optional(metadata: Metadata, names: Mapping[str, str]) -> dict[str, Any]:
-    """Return the numbers that a file has, by the names of config.json."""
     return {ours: metadata.number(theirs) for ours, theirs in names.items() if metadata.has(theirs)}
 
 

@@ -44,8 +44,9 @@ class Gguf:
 
     def config(self) -> ModelConfig:
         """Return the configuration of the metadata."""
+        architecture = self._architecture
         try:
-            config = config_of(self.settings)
+            config = config_of(architecture.settings(self._metadata, self._stored))
         except UnsupportedModelError as error:
             raise UnsupportedModelError(f"{self.path}: {error}") from error
         kinds = {tensor.block for tensor in self._stored.values()}

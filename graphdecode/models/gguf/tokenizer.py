@@ -28,7 +28,7 @@ _SPACE = "\u2581"  # SentencePiece's mark for a space
 _KEEPS_SPACES = ("<unk>", "<s>", "<|endoftext|>")  # of Phi-3; its other control tokens strip the spaces behind them
 _INSTEAD = "int4, int8 and fp8 are written as safetensors, with the tokenizer as it is"
 _NORMAL, _CONTROL, _USER_DEFINED, _UNUSED = 1, 3, 4, 5  # values of `tokenizer.ggml.token_type`
-# tokens that end a message or a text even if the file does not say so, as in llama.cpp
+# tokens that end a message or a text whether or not the file says so, as in llama.cpp
 _ENDS = (
     "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>", "<|endoftext|>",
     "<|end_of_text|>", "<turn|>",
@@ -110,7 +110,7 @@ def read_gguf_tokenizer(path: Path, hint: str = "") -> GgufTokenizer:
         pre = vocabulary.pre_tokenizer()
         return _finished(vocabulary, _byte_level(vocabulary, pre), adds_bos=pre.adds_bos)
     if kind in ("llama", "gemma4"):  # whose merges follow from the tokens' scores, or are listed
-        merges = _merges(vocabulary) if kind == "llama" else _listed_merges(vocabulary)
+        merges = _merges_by_score(vocabulary) if kind == "llama" else _listed_merges(vocabulary)
         return _finished(vocabulary, _sentencepiece(vocabulary, merges), adds_bos=True)
     raise vocabulary.fault(f"model {kind!r:.80} is not supported; supported are gpt2, llama and gemma4")
 
@@ -190,7 +190,6 @@ def _finished(vocabulary: _Vocabulary, tokenizer: Any, *, adds_bos: bool) -> Ggu
 
 
 def _put_around(tokenizer: Any, begin: str | None, end: str | None) -> None:
-    """Add tokens at the beginning and the end of every text."""
     from tokenizers.processors import TemplateProcessing
 
     ids = {token: tokenizer.token_to_id(token) for token in (begin, end) if token is not None}
@@ -277,7 +276,7 @@ def _bpe(models: Any, vocabulary: _Vocabulary, merges: list[tuple[str, str]], **
         raise vocabulary.fault(f"tokens and merges are no vocabulary of BPE: {error}") from error
 
 
-def _merges(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
+def _merges_by_score(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
     """Return all pairs of tokens that make a token, by descending score."""
     scores, ids = vocabulary.array("scores", int, float), vocabulary.ids
     if len(scores) != len(vocabulary.tokens):
@@ -325,7 +324,6 @@ def vocabulary_fields(tokenizer: Any, vocab_size: int) -> dict[str, Any]:
 
 
 def _pre_tokenizer_name(tokenizer: Any, described: dict[str, Any], ignores_merges: bool) -> str:
-    """Return the name of the pre-tokenizer that splits some texts as the tokenizer does."""
     backend = tokenizer.backend_tokenizer
     composes = "NFC" in json.dumps(described.get("normalizer"))
     expected = [backend.pre_tokenizer.pre_tokenize_str(probe) for probe in _PROBES]

@@ -23,9 +23,9 @@ from graphdecode.models.quantized.method import (
     Read,
     checked_block,
     checked_group_size,
-    is_one_of,
-    reordered,
+    one_of,
     require,
+    sorted_by_group,
 )
 from graphdecode.models.weight_map import CheckpointError
 
@@ -34,8 +34,6 @@ _PARTS = ("weight", "weight_packed", "weight_scale", "weight_shape", "weight_zer
 
 
 class _Scheme(NamedTuple):
-    """How a group of modules is quantized."""
-
     code: Code
     bits: int
     group_size: int  # -1: a whole row, or the whole weight
@@ -47,10 +45,10 @@ class CompressedTensors(Method):
     """compressed-tensors; see the module's docstring."""
 
     name = "compressed-tensors"
-    spare = (".input_scale", ".input_zero_point", ".output_zero_point")
+    unused_suffixes = (".input_scale", ".input_zero_point", ".output_zero_point")
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
-        self._format = is_one_of(settings, "format", (*_FORMATS, "mixed-precision"), "dense")
+        self._format = one_of(settings, "format", (*_FORMATS, "mixed-precision"), "dense")
         for other in ("sparsity_config", "transform_config"):
             held = settings.get(other)
             if held and not (isinstance(held, dict) and held.get("format") == "dense"):
@@ -66,12 +64,10 @@ class CompressedTensors(Method):
         self.of_integers = any(scheme.code == "integer" for scheme in self._schemes)
 
     def find(self, tensors: Mapping[str, Stored], read: Read) -> Iterator[tuple[str, PackedTensor]]:
-        """Yield the weights of modules that have a scale."""
         for scale in tensors:
             module = scale.removesuffix(".weight_scale")
-            if module == scale:
-                continue
-            yield f"{module}.weight", self._weight(module, tensors, read)
+            if module != scale:
+                yield f"{module}.weight", self._weight(module, tensors, read)
 
     def _weight(self, module: str, tensors: Mapping[str, Stored], read: Read) -> PackedTensor:
         is_packed = f"{module}.weight_packed" in tensors
@@ -100,7 +96,6 @@ class CompressedTensors(Method):
         return PackedTensor(Stored((rows, columns), name), there, partial(_groups, module, scheme, (rows, columns)))
 
     def _schemes_of(self, module: str, codes: Stored, shape: tuple[int, int]) -> list[_Scheme]:
-        """Return the schemes that fit a module's codes."""
         rows, columns = shape
         packed_bits = {-(-columns * bits // 32): bits for bits in (4, 8)}.get(codes.shape[1], 0)
         kinds = {"I8": ("integer", 8), "F8_E4M3": ("e4m3", 8), "U8": ("e2m1", 4)}
@@ -117,19 +112,19 @@ def _scheme_of(group: Mapping[str, Any], overall: str) -> _Scheme:
     weights = group["weights"]
     if not isinstance(weights, dict):
         raise UnsupportedModelError(f"quantization_config: weights must be an object, got {shown(weights)}")
-    is_one_of(group, "format", _FORMATS, overall if overall in _FORMATS else "dense")
-    kind = is_one_of(weights, "type", ("int", "float"), "int")
-    bits = is_one_of(weights, "num_bits", (4, 8), 8)
+    one_of(group, "format", _FORMATS, overall if overall in _FORMATS else "dense")
+    kind = one_of(weights, "type", ("int", "float"), "int")
+    bits = one_of(weights, "num_bits", (4, 8), 8)
     size = weights.get("group_size")
     implied = "tensor" if size is None else "channel" if size == -1 else "group"
-    strategy = is_one_of(weights, "strategy", ("tensor", "channel", "group", "block"), implied)
+    strategy = one_of(weights, "strategy", ("tensor", "channel", "group", "block"), implied)
     size = size if strategy == "group" else -1
     if kind == "float" and bits == 4 and (strategy, size) != ("group", 32):
         raise UnsupportedModelError(
             "quantization_config: floats of 4 bits are supported in groups of 32 alone (mxfp4-pack-quantized)"
         )
     code: Code = "integer" if kind == "int" else "e2m1" if bits == 4 else "e4m3"
-    is_symmetric = is_one_of(weights, "symmetric", (True, False), True) or kind == "float"
+    is_symmetric = one_of(weights, "symmetric", (True, False), True) or kind == "float"
     if strategy == "block":
         rows, columns = checked_block(weights.get("block_structure"), "block_structure")
         return _Scheme(code, bits, columns, rows, is_symmetric)
@@ -144,7 +139,7 @@ def _check_cache(scheme: Any) -> None:
         raise UnsupportedModelError(f"quantization_config: kv_cache_scheme must be an object, got {shown(scheme)}")
     known = {"num_bits": (8,), "type": ("float",), "strategy": ("tensor", "attn_head"), "symmetric": (True,)}
     for name, values in known.items():
-        is_one_of(scheme, name, values, values[0], of="kv_cache_scheme")
+        one_of(scheme, name, values, values[0], of="kv_cache_scheme")
 
 
 def _fitting(module: str, schemes: list[_Scheme], shape: tuple[int, int], scale: Stored) -> _Scheme:
@@ -189,7 +184,7 @@ def _groups(
         zeros = _zeros(weight_zero_point, scheme.bits, rows)
     rows_of_scale = rows if is_one else scheme.rows_of_scale
     groups = Groups(scheme.code, scheme.bits, codes, scales, zeros, scheme.group_size, rows_of_scale)
-    return reordered(groups, weight_g_idx, module)
+    return sorted_by_group(groups, weight_g_idx, module)
 
 
 def _zeros(stored: Tensor, bits: int, rows: int) -> Tensor:

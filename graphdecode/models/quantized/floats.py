@@ -26,7 +26,7 @@ from torch import Tensor
 from graphdecode.linear.groups import TABLES, Groups
 from graphdecode.linear.weight_form import Stored
 from graphdecode.models.fields import UnsupportedModelError, count, number
-from graphdecode.models.quantized.method import FLOATS, Method, PackedTensor, Read, checked_block, is_one_of, require
+from graphdecode.models.quantized.method import FLOATS, Method, PackedTensor, Read, checked_block, one_of, require
 from graphdecode.models.weight_map import CheckpointError
 
 _BLOCKS, _SCALES = "_blocks", "_scales"
@@ -44,16 +44,15 @@ class Float8(Method):
     """fp8 with a scale per weight, row or block."""
 
     name = "fp8"
-    spare = (".input_scale", ".activation_scale", ".input_scale_inv")
+    unused_suffixes = (".input_scale", ".activation_scale", ".input_scale_inv")
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
-        is_one_of(settings, "fmt", ("e4m3", "float8_e4m3fn"), "e4m3")
-        is_one_of(settings, "expert_dtype", ("fp8",), "fp8")
+        one_of(settings, "fmt", ("e4m3", "float8_e4m3fn"), "e4m3")
+        one_of(settings, "expert_dtype", ("fp8",), "fp8")
         block = settings.get("weight_block_size")
         self._block = None if block is None else checked_block(block, "weight_block_size")
 
     def find(self, tensors: Mapping[str, Stored], read: Read) -> Iterator[tuple[str, PackedTensor]]:
-        """Yield the weights in float8."""
         for name, stored in tensors.items():
             if stored.dtype != "F8_E4M3" or not name.endswith(".weight") or len(stored.shape) != 2:
                 continue
@@ -91,11 +90,7 @@ class Mxfp4(Method):
 
     name = "mxfp4"
 
-    def __init__(self, settings: Mapping[str, Any]) -> None:
-        """Take a `quantization_config`, which has no further fields."""
-
     def find(self, tensors: Mapping[str, Stored], read: Read) -> Iterator[tuple[str, PackedTensor]]:
-        """Yield the pairs of blocks and scales."""
         for name, blocks in tensors.items():
             plain = name.removesuffix(_BLOCKS)
             scales = tensors.get(f"{plain}{_SCALES}")
@@ -119,12 +114,11 @@ class Nf4(Method):
     name = "bitsandbytes"
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
-        is_one_of(settings, "load_in_8bit", (False,), False)
-        is_one_of(settings, "load_in_4bit", (True,), False)
-        is_one_of(settings, "bnb_4bit_quant_type", ("nf4",), "fp4")
+        one_of(settings, "load_in_8bit", (False,), False)
+        one_of(settings, "load_in_4bit", (True,), False)
+        one_of(settings, "bnb_4bit_quant_type", ("nf4",), "fp4")
 
     def find(self, tensors: Mapping[str, Stored], read: Read) -> Iterator[tuple[str, PackedTensor]]:
-        """Yield the weights that have a `quant_state`."""
         for state in tensors:
             name = state.removesuffix(_STATE)
             if name != state:

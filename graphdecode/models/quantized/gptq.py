@@ -17,7 +17,7 @@ from graphdecode.linear.groups import Groups, packed, unpacked
 from graphdecode.linear.weight_form import Stored
 from graphdecode.models.fields import UnsupportedModelError, flag
 from graphdecode.models.quantized import method
-from graphdecode.models.quantized.method import PackedTensor, Read, is_one_of, require
+from graphdecode.models.quantized.method import PackedTensor, Read, one_of, require
 from graphdecode.models.weight_map import CheckpointError
 
 _PLACE_OF_OUTPUT = (0, 4, 1, 5, 2, 6, 3, 7)  # position of each of eight outputs in an int32 of AWQ
@@ -30,16 +30,15 @@ class Gptq(method.Method):
     of_integers = True
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
-        self._bits = is_one_of(settings, "bits", (4, 8), 4)
+        self._bits = one_of(settings, "bits", (4, 8), 4)
         self._group_size = method.checked_group_size(settings.get("group_size", settings.get("q_group_size", 128)))
         flag(settings, "desc_act", False)
         if settings.get("dynamic"):
             raise UnsupportedModelError("quantization_config: dynamic is not supported: all layers must be alike")
         # version 1 stores zero points minus 1
-        self._zero_offset = 1 if is_one_of(settings, "checkpoint_format", ("gptq", "gptq_v2"), "gptq") == "gptq" else 0
+        self._zero_offset = 1 if one_of(settings, "checkpoint_format", ("gptq", "gptq_v2"), "gptq") == "gptq" else 0
 
     def find(self, tensors: Mapping[str, Stored], read: Read) -> Iterator[tuple[str, PackedTensor]]:
-        """Yield the weights of modules that have a `qweight`."""
         for name, stored in tensors.items():
             module = name.removesuffix(".qweight")
             if module == name:
@@ -86,9 +85,9 @@ class Awq(Gptq):
     def __init__(self, settings: Mapping[str, Any]) -> None:
         version = settings.get("version")
         lower = {"version": version.lower() if isinstance(version, str) else version}
-        is_one_of(lower, "version", ("gemm",), "gemm")
+        one_of(lower, "version", ("gemm",), "gemm")
         flag(settings, "zero_point", True)
-        bits = is_one_of({"bits": settings.get("w_bit", 4)} | dict(settings), "bits", (4,), 4)
+        bits = one_of({"bits": settings.get("w_bit", 4)} | dict(settings), "bits", (4,), 4)
         size = {name: settings[name] for name in ("group_size", "q_group_size") if name in settings}
         super().__init__({"bits": bits, **size})
 
@@ -113,7 +112,9 @@ def _gptq_groups(
     zeros = unpacked(zeros) if bits == 4 else zeros
     zeros = ((zeros + zero_offset) & (2**bits - 1)).T.contiguous()
     codes = qweight.T.contiguous().view(torch.uint8)
-    return method.reordered(Groups("integer", bits, codes, scales.T.contiguous(), zeros, group_size), g_idx, module)
+    return method.sorted_by_group(
+        Groups("integer", bits, codes, scales.T.contiguous(), zeros, group_size), g_idx, module
+    )
 
 
 def _awq_groups(group_size: int, *, qweight: Tensor, scales: Tensor, qzeros: Tensor | None = None) -> Groups:

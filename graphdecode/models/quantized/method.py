@@ -59,20 +59,18 @@ class Method(ABC):
     """A `quant_method`, from the fields of `quantization_config`."""
 
     name: ClassVar[str]
-    spare: ClassVar[tuple[str, ...]] = ()  # suffixes of unused tensors for quantized activations
+    unused_suffixes: ClassVar[tuple[str, ...]] = ()  # suffixes of unused tensors for quantized activations
     of_integers: bool = False  # weights are integers
 
-    @abstractmethod
-    def __init__(self, settings: Mapping[str, Any]) -> None: ...
+    def __init__(self, settings: Mapping[str, Any]) -> None:  # noqa: B027 (a method may have no fields)
+        """Check the fields of `quantization_config`, and keep those that `find` needs."""
 
     @abstractmethod
     def find(self, tensors: Mapping[str, Stored], read: Read) -> Iterator[tuple[str, PackedTensor]]:
         """Yield name and tensor of each quantized weight."""
 
 
-def is_one_of(
-    settings: Mapping[str, Any], name: str, known: tuple[Any, ...], default: Any = None, *, of: str = ""
-) -> Any:
+def one_of(settings: Mapping[str, Any], name: str, known: tuple[Any, ...], default: Any = None, *, of: str = "") -> Any:
     """Return a field of `quantization_config`, or of its object `of`; raise UnsupportedModelError if unknown."""
     value = settings.get(name)
     value = default if value is None else value
@@ -115,7 +113,7 @@ def require(tensors: Mapping[str, Stored], name: str, shape: tuple[int, ...], dt
         )
 
 
-def reordered(groups: Groups, group_of: Tensor | None, name: str) -> Groups:
+def sorted_by_group(groups: Groups, group_of: Tensor | None, name: str) -> Groups:
     """Return a weight with its columns sorted by their groups, for GPTQ's `desc_act`.
 
     `group_of`: the group of each column, integers [in_features]; None: already sorted.

@@ -26,8 +26,6 @@ from graphdecode.models.weight_map import Part, WeightMap, parts
 
 
 class _Piece(NamedTuple):
-    """One expert's tensor in a stack."""
-
     stack: str  # name of the stack [experts, ...]
     expert: Shard  # the expert's shard of the stack
     place: int  # index of this product among an expert's
@@ -35,20 +33,20 @@ class _Piece(NamedTuple):
     shape: tuple[int, ...]
 
 
-class ExpertsApart:
+class SeparateExperts:
     """A source whose stacked experts are read as one tensor per expert.
 
-    The source has the tensors of `stacked`, and is read as `apart`; see `ExpertNames` for the other arguments.
+    The source has the tensors of `stacked`, and is read as `separate`; see `ExpertNames` for the other arguments.
     """
 
     def __init__(
-        self, source: TensorSource, stacked: WeightMap, apart: WeightMap, *, interleaved: bool, transposed: bool
+        self, source: TensorSource, stacked: WeightMap, separate: WeightMap, *, interleaved: bool, transposed: bool
     ) -> None:
         self._source = source
         self._interleaved, self._transposed = interleaved, transposed
         self._pieces: dict[str, _Piece] = {}
-        self._named: dict[str, str] = {}  # names in `apart` -> names in `stacked`, if only these differ
-        for place, ours in apart.items():
+        self._named: dict[str, str] = {}  # names in `separate` -> names in `stacked`, if only these differ
+        for place, ours in separate.items():
             theirs = stacked[place]
             if len(theirs) == len(ours):
                 self._named |= {part.name: their.name for part, their in zip(ours, theirs, strict=True)}
@@ -61,7 +59,6 @@ class ExpertsApart:
 
     @cached_property
     def tensors(self) -> Mapping[str, Stored]:
-        """All tensors by name."""
         there = self._source.tensors
         used = {piece.stack for piece in self._pieces.values()} | set(self._named.values())
         found = {name: stored for name, stored in there.items() if name not in used}
@@ -85,7 +82,7 @@ class ExpertsApart:
         out.copy_(own[0] if shard is None else own[0][shard.slices(piece.shape)])
 
 
-_VALUES_AT_ONCE = 1 << 22  # float32 values rounded at a time
+_VALUES_AT_ONCE = 1 << 22  # float32 values quantized at a time
 _GROUP_SIZES = (128, 64, 32)  # default: the first that divides all columns
 _FLOAT8_MOST = 448.0
 # candidates for a group's largest value over its scale: larger ones clip it, for more precise others
@@ -120,8 +117,8 @@ class GroupScheme:
             asked = "" if group_size is None else f"of {group_size} "
             can = f"; those of {', '.join(map(str, fitting))} are" if fitting else ""
             raise ArgumentError(
-                f"groups {asked}cannot be had with quantize={self.name!r}: they must be a multiple of 16, and divide "
-                f"all weights' columns, and so {divisor}{can}"
+                f"groups {asked}are not available with quantize={self.name!r}: they must be a multiple of 16, and "
+                f"divide all weights' columns, and so {divisor}{can}"
             )
         return replace(self, group_size=size)
 
@@ -133,7 +130,7 @@ GROUP_SCHEMES = {
 }
 
 
-def rounded(weight: Tensor, scheme: GroupScheme) -> Groups:
+def quantized_groups(weight: Tensor, scheme: GroupScheme) -> Groups:
     """Quantize a weight [out_features, in_features], float32, bfloat16 or float16; scales have its dtype."""
     rows, columns = weight.shape
     size = scheme.group_size or columns
@@ -181,7 +178,7 @@ FORMS_OF: dict[str, str | None] = {**dict.fromkeys(GROUP_SCHEMES), **dict.fromke
 PLAIN = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
-class RoundedSource:
+class QuantizingSource:
     """A source that quantizes the weights of `kinds` (name -> `Stored.dtype`), in groups or GGUF blocks."""
 
     def __init__(
@@ -194,16 +191,14 @@ class RoundedSource:
 
     @cached_property
     def tensors(self) -> Mapping[str, Stored]:
-        """All tensors by name."""
         there = self._source.tensors
         return {name: stored._replace(dtype=self._kinds.get(name, stored.dtype)) for name, stored in there.items()}
 
     def read(self, name: str, out: Tensor, shard: Shard | None = None) -> None:
-        """Write a tensor, or a shard of it, dequantized into `out`."""
         if name not in self._kinds:
             self._source.read(name, out, shard)
             return
-        held = self._rounded(name)
+        held = self._quantized(name)
         if isinstance(held, GgufBlocks):
             whole = dequantize(held.stored.numpy(), BLOCK_OF[held.block_type])
         else:
@@ -211,17 +206,16 @@ class RoundedSource:
         out.copy_(whole if shard is None else whole[shard.slices(tuple(whole.shape))])
 
     def read_quantized(self, name: str, expert: int | None = None) -> QuantizedWeight | None:
-        """Return a quantized weight; None for other tensors."""
-        return self._rounded(name) if name in self._kinds else None
+        return self._quantized(name) if name in self._kinds else None
 
-    def _rounded(self, name: str) -> Groups | GgufBlocks:
+    def _quantized(self, name: str) -> Groups | GgufBlocks:
         plain, kind = plain_weight(self._source, name), self._kinds[name]
         if self.scheme is None:
             return GgufBlocks(quantized_blocks(plain, kind), kind)
-        return rounded(plain, self.scheme)
+        return quantized_groups(plain, self.scheme)
 
 
-def quantized_on_load(source: TensorSource, config: ModelConfig, name: str, group_size: int | None) -> RoundedSource:
+def quantized_on_load(source: TensorSource, config: ModelConfig, name: str, group_size: int | None) -> QuantizingSource:
     """Return a source that quantizes the weights of another one, each expert separately.
 
     Groups are for the products of layers; GGUF blocks also for the embedding and the output layer. Routers, and what
@@ -244,7 +238,7 @@ def quantized_on_load(source: TensorSource, config: ModelConfig, name: str, grou
         raise ArgumentError(f"quantize={name!r} is for plain weights, and these are {', '.join(sorted(kinds))} already")
     if stored != weight_map:
         stack = {"interleaved": family.experts_interleaved, "transposed": family.experts_transposed}
-        source = ExpertsApart(source, stored, weight_map, **stack)
+        source = SeparateExperts(source, stored, weight_map, **stack)
     products = [
         part
         for place, found in weight_map.items()
@@ -253,14 +247,14 @@ def quantized_on_load(source: TensorSource, config: ModelConfig, name: str, grou
     ]
     if name in GROUP_SCHEMES:
         scheme = GROUP_SCHEMES[name].sized(group_size, (part.shape[1] for part in products))
-        return RoundedSource(source, weight_map, {part.name: scheme.type_name for part in products}, scheme)
+        return QuantizingSource(source, weight_map, {part.name: scheme.type_name for part in products}, scheme)
     if group_size is not None:
         raise ArgumentError(f"quantize={name!r} has blocks of one size: leave the group size out")
-    of_products, of_edges = _BLOCK_SCHEMES[name]
+    of_products, of_outer = _BLOCK_SCHEMES[name]
     types = {part.name: _fitting(name, part, of_products) for part in products}
     for place in ("embedding", "lm_head"):
-        types |= {part.name: _fitting(name, part, of_edges) for part in weight_map.get(place, ())}
-    return RoundedSource(source, weight_map, types, None)
+        types |= {part.name: _fitting(name, part, of_outer) for part in weight_map.get(place, ())}
+    return QuantizingSource(source, weight_map, types, None)
 
 
 def plain_weight(source: TensorSource, name: str) -> Tensor:

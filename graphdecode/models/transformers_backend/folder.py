@@ -21,11 +21,13 @@ from graphdecode.linear.adapted import Adapted, AdapterSpan
 from graphdecode.linear.forms import linear_of
 from graphdecode.linear.weight_form import FormOptions, TensorSource, WeightForm
 from graphdecode.models.adapters import AdapterSlots
-from graphdecode.models.config import DTYPES, UnsupportedModelError, count, read_json
+from graphdecode.models.config import DTYPES
 from graphdecode.models.family import known_families
+from graphdecode.models.fields import UnsupportedModelError, count, read_json
 from graphdecode.models.transformers_backend.module_decoder import (
     NAME,
     AdoptedConfig,
+    AttentionShape,
     ModuleDecoder,
     keep_quantiles,
     register,
@@ -36,14 +38,14 @@ from graphdecode.models.updates import copy_finite
 from graphdecode.models.weight_map import CheckpointError, Part
 
 _PLAIN_LAYERS = {"full_attention", "sliding_attention"}  # types of layers without other states than keys and values
-_ATTENDING = _PLAIN_LAYERS | {"attention", "hybrid", "hybrid_sliding", ""}  # the same beside layers with states
+_ATTENDING = _PLAIN_LAYERS | {"attention", "hybrid", "hybrid_sliding", ""}  # the same in models with states
 _LAYERS_WITHOUT_STATE = {"mlp", "moe"}
 
 
 class FormLinear(nn.Module):
-    """A linear layer whose weight has one of our forms; `spans` are the tokens of a pass that may have adapters.
+    """A linear layer of one of our weight forms; `spans` are the tokens of a pass that may have adapters.
 
-    Modules that ask for the dtype of `weight` find it; there is nothing else to read from it.
+    `weight` is on the meta device: modules read its dtype.
     """
 
     def __init__(self, form: WeightForm, spans: list[AdapterSpan], dtype: torch.dtype, *, in_floats: bool) -> None:
@@ -81,7 +83,7 @@ def weight_of(module: nn.Module) -> Tensor | None:
 
 
 def takes_adapters(path: str, mixers: Collection[str]) -> bool:
-    """Whether the product at a path has room for adapters; single experts and `mixers` see some of the tokens alone."""
+    """Whether the product at a path can have adapters; experts and `mixers` see only some of the tokens."""
     return "experts" not in path.split(".") and not path.startswith(tuple(f"{mixer}." for mixer in mixers))
 
 
@@ -90,7 +92,7 @@ def replace_linears(
 ) -> list[tuple[str, WeightForm]]:
     """Replace all plain linear layers by forms, and return each with its name, such as `q_proj`.
 
-    `adapters` are slots for which products get room, under the names of the module; `spans` as of `FormLinear`.
+    `adapters`: slots to register products with, by path. `spans`: see `FormLinear`.
     """
     head = model.get_output_embeddings()
     paths = [path for path, module in model.named_modules() if weight_of(module) is not None]
@@ -103,7 +105,7 @@ def replace_linears(
         bias = None if module.bias is None else module.bias.detach()
         form = linear_of(weight.contiguous(), bias, replace(options, in_floats=module is head))
         if adapters is not None and takes_adapters(path, config.mixers):
-            form = adapters.around(form, path, (Part(f"{path}.weight", form.shape),))
+            form = adapters.wrap(form, path, (Part(f"{path}.weight", form.shape),))
         forms.append((name, form))
         setattr(model.get_submodule(above), name, FormLinear(form, spans, weight.dtype, in_floats=module is head))
     return forms
@@ -129,7 +131,8 @@ class AdoptedFolder:
             module = self._module_without_weights(settings)
             self._check_kind(module, settings)
             text = settings.get_text_config(decoder=True)
-            states = StateProbe(module) if _keeps_states(module, text) else None
+            keeps_states = module._is_stateful or set(getattr(text, "layer_types", None) or ()) - _PLAIN_LAYERS
+            states = StateProbe(module) if keeps_states else None
             shapes, is_complete = _attention_shapes(module, states)
             if states is not None:
                 _check_states(module, text, shapes, states)
@@ -198,7 +201,7 @@ class AdoptedFolder:
                 f"{self._file}: transformers cannot read it either: {why}; a family {BRING_YOUR_OWN}"
             ) from error
 
-    def _module_without_weights(self, settings: Any) -> nn.Module:
+    def _module_without_weights(self, settings: Any) -> Any:
         from transformers import AutoModelForCausalLM
 
         name = _architecture(settings)
@@ -235,11 +238,6 @@ class AdoptedFolder:
             )
 
 
-def _keeps_states(module: Any, text: Any) -> bool:
-    """Whether a module says that its layers keep another state than keys and values."""
-    return bool(module._is_stateful or set(getattr(text, "layer_types", None) or ()) - _PLAIN_LAYERS)
-
-
 def _check_stateless(module: Any, text: Any, attended: Collection[int] | None) -> None:
     """Refuse a module that cannot run over a paged cache; `attended`: its layers with attention, None: unknown."""
     name = _architecture(module.config)
@@ -251,7 +249,7 @@ def _check_stateless(module: Any, text: Any, attended: Collection[int] | None) -
 
 
 def _check_states(module: Any, text: Any, attended: Collection[int], states: StateProbe) -> None:
-    """Refuse a module with layers that keep neither keys and values, nor states in its cache, and yet something."""
+    """Refuse a module with layers that keep a state outside of its cache."""
     kinds = getattr(text, "layer_types", None) or [""] * text.num_hidden_layers
     odd = {
         index: kind
@@ -285,24 +283,21 @@ def _replace_tensors(module: nn.Module, replaced: Mapping[str, Tensor]) -> None:
         copy_finite(name, held[name], tensor)
 
 
-_Shape = tuple[int, int, int, int, int]  # query heads, key heads, channels of queries, keys and values
+def _attention_shapes(module: Any, states: StateProbe | None) -> tuple[dict[int, AttentionShape], bool]:
+    """Return each layer's attention shape in a step on the meta device, and whether the step was completed.
 
-
-def _attention_shapes(module: Any, states: StateProbe | None) -> tuple[dict[int, _Shape], bool]:
-    """Return each layer's attention shapes in a step on the meta device, and whether the step was completed.
-
-    It is not if the module reads tensors on the host, or runs operators that have no meta kernel.
+    It is not if the module reads tensors on the host, or has an operator without a meta kernel.
 
     Raises:
         UnsupportedModelError: a layer attends twice, or it was not completed and the module has `states` to find.
     """
-    shapes: dict[int, _Shape] = {}
+    shapes: dict[int, AttentionShape] = {}
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
         layer = layer if states is None else states.attending(layer)
         if layer in shapes:
             raise UnsupportedModelError(f"layer {layer} attends twice in a step, and has one cache")
-        shapes[layer] = (q.shape[1], k.shape[1], q.shape[2], k.shape[2], v.shape[2])
+        shapes[layer] = AttentionShape.of(q, k, v)
         return q.new_empty((*q.shape[:2], v.shape[2]))
 
     set_attention(module, attend)
@@ -324,8 +319,10 @@ def _attention_shapes(module: Any, states: StateProbe | None) -> tuple[dict[int,
     return shapes, True
 
 
-def _config_of(module: nn.Module, text: Any, shapes: Mapping[int, _Shape], states: StateProbe | None) -> AdoptedConfig:
-    """Return the sizes: those of `shapes`, else those of transformers' configuration."""
+def _config_of(
+    module: nn.Module, text: Any, shapes: Mapping[int, AttentionShape], states: StateProbe | None
+) -> AdoptedConfig:
+    """Return the configuration: sizes of `shapes` before those that transformers states."""
     fields = vars(text) | {name: getattr(text, name, None) for name in text.attribute_map}
     if states is not None:  # layers without keys say nothing of heads or positions
         fields = {"num_attention_heads": 1, "head_dim": 16, "max_position_embeddings": 2**20} | fields
@@ -357,12 +354,11 @@ def _config_of(module: nn.Module, text: Any, shapes: Mapping[int, _Shape], state
         plain_linears=frozenset() if states is None else frozenset(weights.keys() - states.called),
     )
     for shape in shapes.values():
-        config.check_heads(*shape)
+        config.check_heads(shape)
     return config
 
 
 def _recurrent(states: Mapping[str, Shape] | None, attends: bool) -> Recurrent | None:
-    """Return what a layer keeps, given its states."""
     if states is None and attends:
         return None
     return Recurrent(tuple((states or {}).items()), beside_keys=attends)
@@ -393,7 +389,6 @@ def _line(error: Exception) -> str:
 
 @contextlib.contextmanager
 def _progress(shown: bool) -> Iterator[None]:
-    """Show or hide the progress bars of transformers."""
     from transformers.utils import logging
 
     was_shown = logging.is_progress_bar_enabled()

@@ -41,14 +41,30 @@ class AdoptedConfig(ModelShape):
     mixers: tuple[str, ...] = ()  # paths of the parts with recurrent states
     plain_linears: frozenset[str] = frozenset()  # paths of linear layers whose weights the module reads by itself
 
-    def check_heads(self, heads: int, kv_heads: int, q_dim: int, k_dim: int, v_dim: int) -> None:
+    def check_heads(self, shape: "AttentionShape") -> None:
         """Refuse a layer whose attention does not fit the cache; values of fewer channels than keys are padded."""
+        heads, kv_heads, q_dim, k_dim, v_dim = shape
         dim, own = self.head_dim, (self.num_attention_heads, self.num_key_value_heads)
         if (heads, kv_heads) != own or (q_dim, k_dim) != (dim, dim) or v_dim > dim:
             raise UnsupportedModelError(
                 f"a layer of {self.architecture} has {heads} query and {kv_heads} key heads, of {q_dim}, {k_dim} "
                 f"(keys) and {v_dim} (values) channels; the cache has {own[0]} and {own[1]} heads of {dim} channels"
             )
+
+
+class AttentionShape(NamedTuple):
+    """Heads and channels of a layer's attention."""
+
+    heads: int
+    kv_heads: int
+    q_dim: int  # channels of a query head
+    k_dim: int
+    v_dim: int
+
+    @classmethod
+    def of(cls, q: Tensor, k: Tensor, v: Tensor) -> "AttentionShape":
+        """Return the shape of queries, keys and values, [t, heads, channels]."""
+        return cls(q.shape[1], k.shape[1], q.shape[2], k.shape[2], v.shape[2])
 
 
 # given a layer's number, q [t, heads, head_dim] of any strides, k and v [t, kv_heads, head_dim], and its options,
@@ -71,7 +87,7 @@ def set_attention(model: nn.Module, attend: Attending) -> None:
 
 
 def keep_quantiles(model: nn.Module) -> None:
-    """Make a buffer of the quantile of Gemma 3n's sparse layers, which transformers computes on the host each step."""
+    """Compute the quantile of Gemma 3n's sparse layers once; transformers does so on the host in each step."""
     module: Any
     for module in model.modules():
         if hasattr(module, "_gaussian_topk") and module.activation_sparsity > 0.0:
@@ -119,8 +135,6 @@ def _attention(
 
 
 class _Pass(NamedTuple):
-    """The arguments of attention in one pass of the module."""
-
     tokens: Tokens
     caches: Sequence[LayerState]
     attend: Attend
@@ -176,17 +190,18 @@ class ModuleDecoder(Model):
     def decode(self, batch: Batch, caches: Sequence[LayerState], attention: PagedDecodeAttention) -> Tensor:
         """Run one decode step and return the logits [b, vocab]; see `Model.decode`."""
         attention.plan(batch.pre_step_seqlens, batch.live_rows)
-        return self._logits(_Pass(tokens_of(batch), caches, attend_step(batch, attention)))
+        step = _Pass(tokens_of(batch), caches, attend_step(batch, attention))
+        return self._run(self.module, step).logits[0].float()
 
     def prefill(
         self, chunks: Chunks, caches: Sequence[LayerState], attention: TokenByTokenAttention | None = None
     ) -> Any:
-        """Append the keys and values of many tokens, and return what the module's body gives; see `Model.prefill`."""
+        """Append the keys and values of tokens, and return the output of the module's body; see `Model.prefill`."""
         with torch.no_grad():
             return self._run(self._body, _Pass(tokens_of(chunks), caches, attend_chunks(chunks, attention)))
 
     def logits(self, passed: Any, begin: int, end: int) -> Tensor:
-        """Return the logits of some tokens of a prefill, by the module around its body; see `Model.logits`."""
+        """Return the logits of some tokens of a prefill: the module's, with its body replaced; see `Model.logits`."""
         part = type(passed)(**{**passed, "last_hidden_state": passed.last_hidden_state[:, begin:end]})
         body = self._body
         body.forward = lambda *_, **__: part
@@ -199,7 +214,6 @@ class ModuleDecoder(Model):
 
     @property
     def _body(self) -> Any:
-        """The module without its output layer."""
         module: Any = self.module
         return module.get_decoder()
 
@@ -210,7 +224,7 @@ class ModuleDecoder(Model):
         if self._states is not None:
             layer = self._states.attending(layer)
         tokens, (cache,) = self._pass.tokens, paged([self._pass.caches[layer]])
-        self.config.check_heads(q.shape[1], k.shape[1], q.shape[2], k.shape[2], v.shape[2])
+        self.config.check_heads(AttentionShape.of(q, k, v))
         v_dim = v.shape[2]
         v = torch.nn.functional.pad(v, (0, q.shape[2] - v_dim))  # a cache has one size for keys and values
         queries = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -219,20 +233,16 @@ class ModuleDecoder(Model):
         self._pass.attend(attended, queries, cache, options)
         return attended[..., :v_dim]
 
-    def _logits(self, tokens: _Pass) -> Tensor:
-        return self._run(self.module, tokens).logits[0].float()
-
-    def _run(self, module: Any, tokens: _Pass) -> Any:
+    def _run(self, module: Any, given: _Pass) -> Any:
         """Return a module's output for the tokens of a pass, as one row."""
-        ids, _, positions, *_ = tokens.tokens
-        span = tokens.tokens.adapter_span(0)
+        span = given.tokens.adapter_span(0)
         self._spans[:] = [] if span is None else [span]
         # padding may have any values
-        ids = ids.clamp(0, self.config.vocab_size - 1)
-        positions = positions.clamp(0, self.config.max_position_embeddings - 1).long()
-        self._pass = tokens
+        ids = given.tokens.ids.clamp(0, self.config.vocab_size - 1)
+        positions = given.tokens.positions.clamp(0, self.config.max_position_embeddings - 1).long()
+        self._pass = given
         if self._states is not None:
-            self._states.begin(tokens.tokens, tokens.caches)
+            self._states.begin(given.tokens, given.caches)
         try:
             return module(**inputs_of(module, ids, positions, self._states))
         finally:

@@ -1,9 +1,9 @@
 """Recurrent states of transformers' modules: what a module takes as its cache, over rows of our tensors.
 
-A module asks its cache for the convolution and recurrent states of a layer, and advances them by one token for each
-row of a batch, in place. Chunks of several tokens it cannot be given: padding would advance a state, and some modules
-(Mamba's, Jamba's) begin a chunk with zeros. So the part of a module that asks for states, a mixer, runs over the tokens
-of a pass as `Tokens.steps` yields them, as rows of one token each. All other parts run over the whole pass at once.
+A module asks its cache for a layer's convolution and recurrent states, and advances them by one token per row, in
+place. It cannot take chunks: padding would advance a state, and some modules (Mamba's, Jamba's) begin a chunk with
+zeros. So a mixer, the submodule that asks for states, runs once for each step of `Tokens.steps`, with one token per
+row. All other modules run over the whole pass at once.
 """
 
 import inspect
@@ -34,18 +34,18 @@ def inputs_of(module: nn.Module, ids: Tensor, positions: Tensor, cache: "PassCac
 
 
 class PassCache:
-    """A cache for one pass, with the methods of transformers' `Cache`; keys and values are our attention's business."""
+    """A cache for one pass, with the methods of transformers' `Cache`; our attention keeps keys and values."""
 
     def __init__(self) -> None:
         self._layer: int | None = None
 
     def update(self, keys: Tensor, values: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Return keys and values as they are, and remember whose they are."""
+        """Return keys and values unchanged, and remember their layer."""
         self._layer = layer_idx
         return keys, values
 
     def attending(self, layer: int) -> int:
-        """Return the layer that attends now, given its module's number: modules that layers share have no right one."""
+        """Return the layer that attends now, given its module's number, which is wrong if layers share a module."""
         found, self._layer = layer if self._layer is None else self._layer, None
         return found
 
@@ -54,7 +54,7 @@ class PassCache:
         return 0
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """Return the length and offset of a mask that nobody makes."""
+        """Return length and offset of the mask, which is not used."""
         return query_length, 0
 
     def is_recording_past(self, layer_idx: int) -> bool:
@@ -63,19 +63,13 @@ class PassCache:
 
 
 class StateProbe(PassCache):
-    """Finds a module's states and mixers in a step of one token without weights.
-
-    Attributes:
-        shapes: layer -> name of a state -> its shape for one row.
-        mixers: paths of the modules that asked for states.
-        called: paths of all modules that ran.
-    """
+    """Finds a module's states and mixers in a step of one token without weights."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
-        self.shapes: dict[int, dict[str, Shape]] = {}
-        self.mixers: set[str] = set()
-        self.called: set[str] = set()
+        self.shapes: dict[int, dict[str, Shape]] = {}  # layer -> name of a state -> its shape for one row
+        self.mixers: set[str] = set()  # paths of the modules that asked for states
+        self.called: set[str] = set()  # paths of all modules that ran
         self._running: list[str] = []
         for path, part in module.named_modules():
             part.register_forward_pre_hook(partial(self._enter, path))
@@ -89,19 +83,19 @@ class StateProbe(PassCache):
         self._running.pop()
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> None:
-        """Return None: there is no token before this one."""
+        """Return None: this is the first token."""
         self.mixers.add(self._running[-1])
 
     get_recurrent_state = get_conv_state
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
-        """Return False, see above."""
+        """Return False: this is the first token."""
         return False
 
     def update_conv_state(
         self, states: Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: int | None = None, **_: Any
     ) -> Tensor:
-        """Return inputs of a convolution [1, channels, tokens] behind zeros."""
+        """Return inputs of a convolution [1, channels, tokens] after zeros."""
         width = conv_kernel_size or states.shape[-1]
         self._found(layer_idx, f"conv_{state_idx}", (*states.shape[1:-1], width))
         return nn.functional.pad(states, (width - states.shape[-1], 0))
@@ -117,10 +111,9 @@ class StateProbe(PassCache):
 
 
 class ModuleStates(PassCache):
-    """The states of a module's layers, rows of our tensors; `mixers` are the parts that ask for them.
+    """The states of a module's layers, rows of our tensors; `mixers` are the modules that ask for them.
 
-    A mixer runs once for each step of the tokens: the states before them are loaded when it asks, and what it has made
-    of them is stored afterwards.
+    A mixer runs once for each step of the tokens. States are loaded when it asks for them, and stored after it ran.
     """
 
     def __init__(self, module: nn.Module, mixers: Sequence[str], dtype: torch.dtype) -> None:
@@ -159,7 +152,7 @@ class ModuleStates(PassCache):
         )
 
     def _joined(self, parts: Sequence[Tensor], count: int) -> Tensor:
-        """Return what the steps gave [n, 1, ...] as [1, t, ...]."""
+        """Return the steps' results [n, 1, ...] as [1, t, ...]."""
         joined = parts[0].new_empty((1, count, *parts[0].shape[2:]))
         for step, part in zip(self._steps, parts, strict=True):
             joined[0, step.at].copy_(part[:, 0])
@@ -187,23 +180,23 @@ class ModuleStates(PassCache):
         return self._load(layer_idx, name, torch.float32) if name in states.tensors else None
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
-        """Return True: zeros, before a first token."""
+        """Return True: before a first token it is zeros."""
         return True
 
     def update_conv_state(self, states: Tensor, layer_idx: int, state_idx: int = 0, **_: Any) -> Tensor:
-        """Return the last inputs and new ones [n, channels, 1], one behind the other; the last ones are kept."""
+        """Return the last inputs, followed by new ones [n, channels, 1], and keep the last of these."""
         known = self.get_conv_state(layer_idx, state_idx)
         joined = torch.cat((known, states), dim=-1)
         known.copy_(joined[..., -known.shape[-1] :])
         return joined
 
     def update_recurrent_state(self, states: Tensor, layer_idx: int, state_idx: int = 0, **_: Any) -> Tensor:
-        """Keep the states [n, ...] behind the tokens."""
+        """Keep the states [n, ...] after the tokens."""
         return self._load(layer_idx, f"recurrent_{state_idx}", torch.float32).copy_(states)
 
 
 def _rows(value: Any, count: int, at: slice) -> Any:
-    """Return some of the tokens [1, t, ...] of an argument as rows of one token, [n, 1, ...]; others as they are."""
+    """Return some tokens of an argument [1, t, ...] as rows of one token [n, 1, ...]; other arguments unchanged."""
     if isinstance(value, tuple):
         return tuple(_rows(part, count, at) for part in value)
     is_tokens = isinstance(value, Tensor) and value.shape[:2] == (1, count)
@@ -211,7 +204,7 @@ def _rows(value: Any, count: int, at: slice) -> Any:
 
 
 def place_in(error: BaseException) -> str:
-    """Return file and line where transformers raised an error, or asked for what did."""
+    """Return file and line of transformers in an error's traceback."""
     place, trace = "", error.__traceback__
     while trace is not None:
         file = Path(trace.tb_frame.f_code.co_filename)
