@@ -4,25 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 from graphdecode.engine import RequestMetrics
-
-T = TypeVar("T")
-
-
-class Lazy(Generic[T]):
-    """A value that is computed at the first read."""
-
-    def __init__(self, make: Callable[[], T]) -> None:
-        self._make = make
-        self._made: list[T] = []
-
-    def read(self) -> T:
-        """Return the value."""
-        if not self._made:
-            self._made.append(self._make())
-        return self._made[0]
 
 
 @dataclass(frozen=True)
@@ -57,17 +41,18 @@ class CompletionOutput:
     logprobs: list[dict[int, Logprob]] | None = field(default_factory=lambda: None)
     cumulative_logprob: float | None = None
 
-    def defer(self, values: dict[str, Lazy[Any]]) -> None:
-        """Compute fields at their first read; replaces what was deferred before."""
+    def defer(self, **values: Callable[[], Any]) -> None:
+        """Compute fields at their first read."""
         vars(self)["_deferred"] = values
         for name in values:
-            vars(self).pop(name, None)
+            del vars(self)[name]
 
     def __getattr__(self, name: str) -> Any:
         deferred = vars(self).get("_deferred", {})
         if name not in deferred:
             raise AttributeError(name)
-        return deferred[name].read()
+        value = vars(self)[name] = deferred[name]()
+        return value
 
     def __getstate__(self) -> dict[str, Any]:
         return {each.name: getattr(self, each.name) for each in fields(self)}

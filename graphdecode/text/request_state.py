@@ -10,7 +10,7 @@ from typing import Any
 
 from graphdecode.engine import Event, SamplingParams, TokenLogprobs
 from graphdecode.text.detokenizer import Detokenizer
-from graphdecode.text.outputs import CompletionOutput, Lazy, Logprob, RequestOutput
+from graphdecode.text.outputs import CompletionOutput, Logprob, RequestOutput
 
 
 class RequestState:
@@ -98,17 +98,15 @@ class RequestState:
     def snapshot(self) -> CompletionOutput:
         """Return the output so far, which later events do not change; it is copied when it is read."""
         with self._changing:
-            output = self.output
-            tokens, logprobs = output.token_ids, output.logprobs  # they only grow
-            so_far = slice(len(tokens))
+            output, logprobs = self.output, self.output.logprobs
+            length, count = len(output.text), len(output.token_ids)
             ended, total = (output.finish_reason, output.stop_reason), output.cumulative_logprob
             snapshot = CompletionOutput(output.index, "", [], *ended, None, total)
-            deferred: dict[str, Lazy[Any]] = {"token_ids": Lazy(lambda: tokens[so_far])}
-            if self._detokenizer is not None:
-                deferred["text"] = self._detokenizer.shown()
-            if logprobs is not None:
-                deferred["logprobs"] = Lazy(lambda: logprobs[so_far])
-            snapshot.defer(deferred)
+            snapshot.defer(  # they only grow
+                text=lambda: output.text[:length],
+                token_ids=lambda: output.token_ids[:count],
+                logprobs=lambda: logprobs and logprobs[:count],
+            )
             return snapshot
 
     def _take_tokens(self, event: Event) -> str | None:
@@ -146,7 +144,7 @@ class RequestState:
     def _show(self, *, final: bool) -> None:
         """Update the visible text of the output and of the stream."""
         if self._detokenizer is not None and (piece := self._detokenizer.take(final)):
-            self.output.defer({"text": self._detokenizer.shown()})
+            self.output.text += piece
             self.pieces.append(piece)
 
     def _entries(self, token: int, logprobs: TokenLogprobs) -> dict[int, Logprob]:
