@@ -7,15 +7,17 @@ and the reference are derived.
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from numbers import Integral, Real
 from typing import Any, NamedTuple
 
 from graphdecode.errors import ConfigError, shown
 
 _MOST_INTEGER = 2**31 - 1
-_MOST_NUMBER = 1e30  # an integer of a file may be too large to become a float
+_MOST_NUMBER = 1e30  # well within float32, the dtype of slots
 
 
 class Option(NamedTuple):
@@ -94,33 +96,38 @@ def check_keys(config: Any) -> None:
         each.check(getattr(config, each.field))
 
 
+def is_integer(value: Any, low: float = -math.inf, high: float = math.inf) -> bool:
+    """Whether a value is an integer, numpy's too, in a range."""
+    return isinstance(value, Integral) and not isinstance(value, bool) and low <= int(value) <= high
+
+
+def is_number(value: Any, low: float = -_MOST_NUMBER, high: float = _MOST_NUMBER) -> bool:
+    """Whether a value is a finite number in a range."""
+    # an integer may be too large to become a float
+    return isinstance(value, Real) and not isinstance(value, bool) and bool(low <= value <= high)  # type: ignore[operator]
+
+
 def integer(low: int, high: int = _MOST_INTEGER) -> Values:
     """Return the integers of a range; bools are not accepted."""
     limits = f"At least {low}." if high == _MOST_INTEGER else f"{low} to {high}."
-    accepts = lambda value: _is_integer(value) and low <= value <= high  # noqa: E731
-    return Values(f"an integer in {low}..{high}", accepts, limits=limits)
+    return Values(f"an integer in {low}..{high}", lambda value: is_integer(value, low, high), limits=limits)
 
 
 def long_integer() -> Values:
     """Return the 64-bit integers."""
-    return Values("an integer in -2^63..2^63-1", integer(-(2**63), 2**63 - 1).accepts)
+    return replace(integer(-(2**63), 2**63 - 1), expected="an integer in -2^63..2^63-1", limits="")
 
 
 def fraction() -> Values:
     """Return the numbers in (0, 1]."""
-    accepts = number(0).accepts
-    return Values(
-        "a number above 0 and at most 1", lambda value: accepts(value) and 0 < value <= 1, limits="Above 0, at most 1."
-    )
+    accepts = lambda value: is_number(value, 0, 1) and value > 0  # noqa: E731
+    return Values("a number above 0 and at most 1", accepts, limits="Above 0, at most 1.")
 
 
-def number(low: float) -> Values:
-    """Return the finite numbers >= `low`."""
-    return Values(
-        f"a number >= {low:g}",
-        lambda value: (_is_integer(value) or isinstance(value, float)) and low <= value <= _MOST_NUMBER,
-        limits=f"At least {low:g}.",
-    )
+def number(low: float, high: float = _MOST_NUMBER) -> Values:
+    """Return the finite numbers of a range."""
+    expected = f"a number >= {low:g}" if high == _MOST_NUMBER else f"a number in [{low:g}, {high:g}]"
+    return Values(expected, lambda value: is_number(value, low, high), limits=f"At least {low:g}.")
 
 
 def texts(metavar: str = "TEXT") -> Values:
@@ -143,7 +150,7 @@ def one_of(*choices: str) -> Values:
     return Values(expected, lambda value: isinstance(value, str) and value in choices, metavar="|".join(choices))
 
 
-def none_or(values: Values, example: str) -> Values:
+def none_or(values: Values, example: str = "") -> Values:
     """Return the values, and None (a key left out in a file)."""
     accepts = lambda value: value is None or values.accepts(value)  # noqa: E731
     return replace(values, expected=f"None or {values.expected}", accepts=accepts, example=example)
@@ -167,7 +174,3 @@ def integers() -> Values:
         "a list of at least one integer >= 1",
         lambda value: isinstance(value, (list, tuple)) and bool(value) and all(map(integer(1).accepts, value)),
     )
-
-
-def _is_integer(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
