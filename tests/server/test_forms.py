@@ -7,6 +7,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, Literal
 
 import jsonschema
@@ -19,7 +20,7 @@ from starlette.types import Receive, Scope, Send
 
 from graphdecode import LLM, SamplingParams, StructuredOutputsParams
 from graphdecode.errors import ArgumentError
-from graphdecode.server.app import KeyGuard, caller_of
+from graphdecode.server.app import Guard, caller_of, check_key
 from graphdecode.server.engine_client import KeptGrammars
 from graphdecode.server.fork_pool import CALLERS_KEPT, FairQueue, JobError
 from graphdecode.server.http import HttpError
@@ -159,7 +160,7 @@ def caller(scope: dict[str, Any], keys: list[str]) -> str:
 
     async def nothing(*_: Any) -> Any: ...
 
-    asyncio.run(KeyGuard(app, keys)(scope, nothing, nothing) if keys else app(scope, nothing, nothing))
+    asyncio.run(Guard(app, partial(check_key, keys))(scope, nothing, nothing) if keys else app(scope, nothing, nothing))
     return found[0]
 
 
