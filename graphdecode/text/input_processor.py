@@ -17,8 +17,7 @@ from graphdecode.engine.request import RequestRules
 from graphdecode.errors import ArgumentError, shown
 from graphdecode.text.grammar import Grammars
 from graphdecode.text.light_tokenizer import is_tokenizers_own
-from graphdecode.text.outputs import CompletionOutput, RequestOutput
-from graphdecode.text.request_state import RequestState
+from graphdecode.text.outputs import CompletionOutput, RequestOutput, RequestState
 
 
 @dataclass(frozen=True)

@@ -36,8 +36,7 @@ from graphdecode.text.arguments import (
 )
 from graphdecode.text.chat import ChatOptions, Message, as_conversations, render_chat
 from graphdecode.text.input_processor import InputProcessor, ParentRequest
-from graphdecode.text.outputs import RequestOutput
-from graphdecode.text.request_state import RequestState
+from graphdecode.text.outputs import RequestOutput, RequestState
 from graphdecode.text.router import DeferredInterrupt, SteppingRouter
 from graphdecode.text.tokenizer import load_tokenizer
 

@@ -13,7 +13,7 @@ from graphdecode.engine import Engine, Event, Request
 from graphdecode.engine.request import RequestError
 from graphdecode.errors import ClosedError
 from graphdecode.text.input_processor import ParentRequest
-from graphdecode.text.request_state import RequestState
+from graphdecode.text.outputs import RequestState
 
 _HANGING_SECONDS = 0.5
 _PATIENCE_SECONDS = 0.1  # after which a waiting thread checks for Ctrl-C

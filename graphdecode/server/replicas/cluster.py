@@ -17,7 +17,7 @@ from ray.serve.handle import DeploymentHandle
 from starlette.applications import Starlette
 
 from graphdecode.config import EngineConfig, ReplicaConfig, ServerConfig
-from graphdecode.config.server import DOWNSCALING_FACTOR, target_requests
+from graphdecode.config.settings import DOWNSCALING_FACTOR, target_requests
 from graphdecode.errors import ArgumentError
 from graphdecode.server.batch import ATTEMPTS, BatchRequest
 from graphdecode.server.http import HttpError
