@@ -32,33 +32,6 @@ class AsyncFront:
         self.router = router
         self._on_work = on_work
         self._wakers: _Wakers = weakref.WeakKeyDictionary()
-        self._named: dict[str, list[ParentRequest]] = {}  # in progress, by request id
-
-    async def outputs(self, parent: ParentRequest, request_id: str | None) -> AsyncGenerator[RequestOutput, None]:
-        """Submit a prompt, and yield its output so far at each change; leaving aborts it.
-
-        Raises:
-            ArgumentError: it was refused.
-            AnswerError: the engine was closed, or a step failed.
-        """
-        if request_id is not None:
-            parent.output.request_id = request_id
-            self._named.setdefault(request_id, []).append(parent)
-        try:
-            async with contextlib.aclosing(self.follow([parent])) as updates:
-                async for _ in updates:
-                    outputs = [state.snapshot() for state in parent.states]
-                    yield replace(parent.output, outputs=outputs, metrics=replace(parent.output.metrics))
-        finally:
-            if request_id is not None:
-                self._named[request_id].remove(parent)
-                if not self._named[request_id]:
-                    del self._named[request_id]
-
-    def abort(self, names: Iterable[str]) -> None:
-        """Abort the requests with some ids."""
-        parents = [parent for name in names for parent in self._named.get(name, ())]
-        self.router.abort([state for parent in parents for state in parent.states])
 
     async def follow(self, parents: Sequence[ParentRequest]) -> AsyncGenerator[None, None]:
         """Submit prompts, and yield at each change until all outputs are finished; leaving aborts them.
@@ -134,6 +107,7 @@ class AsyncLLM:
     def __init__(self, model: Any, **options: Any) -> None:
         self.llm = LLM(model, **options)
         self._front = AsyncFront(self.llm.router, self._wake)
+        self._running: dict[int, ParentRequest] = {}  # by identity
         self._work = threading.Condition()
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="graphdecode-engine", daemon=True)
@@ -201,15 +175,24 @@ class AsyncLLM:
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
         """Abort the requests with one or several ids, with the `finish_reason` "abort"; unknown ids are ignored."""
-        self._front.abort([request_id] if isinstance(request_id, str) else request_id)
+        ids = {request_id} if isinstance(request_id, str) else set(request_id)
+        parents = [parent for parent in self._running.values() if parent.output.request_id in ids]
+        self.llm.router.abort([state for parent in parents for state in parent.states])
 
     async def _outputs(
         self, make: Callable[[], ParentRequest], params: SamplingParams, request_id: str | None
     ) -> AsyncGenerator[RequestOutput, None]:
         parent = make() if params.structured_outputs is None else await asyncio.to_thread(make)
-        async with contextlib.aclosing(self._front.outputs(parent, request_id)) as outputs:
-            async for output in outputs:
-                yield output
+        if request_id is not None:
+            parent.output.request_id = request_id
+        self._running[id(parent)] = parent
+        try:
+            async with contextlib.aclosing(self._front.follow([parent])) as updates:
+                async for _ in updates:
+                    outputs = [state.snapshot() for state in parent.states]
+                    yield replace(parent.output, outputs=outputs, metrics=replace(parent.output.metrics))
+        finally:
+            del self._running[id(parent)]
 
     if not TYPE_CHECKING:  # see `LLM`
 

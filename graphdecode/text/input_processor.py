@@ -115,9 +115,8 @@ class InputProcessor:
         if self._tokenizer is None and (params.stop_strings or params.bad_words):
             raise ArgumentError("there is no tokenizer (skip_tokenizer_init): stop and bad_words must be None")
         structured, grammar = params.structured_outputs, None
-        shared = TokenizedParams(params, params, [], priority, adapter)
+        is_structured = structured is not None
         try:
-            is_structured = structured is not None
             shared = self.tokenized_params(params, priority=priority, is_structured=is_structured, adapter=adapter)
             tokenized = self.tokenized_prompt(prompt, token_ids, shared)
             if structured is not None:
@@ -126,7 +125,8 @@ class InputProcessor:
                 grammar = self.grammars.grammar(structured)
                 self.grammars.constraint(grammar)
         except (ArgumentError, ConstraintError) as error:
-            parent = self.parent_request(self._tokenized_prompt(prompt, token_ids, shared), None)
+            shared = TokenizedParams(params, params, [], priority, adapter)
+            parent = self.parent_request(self._truncated(prompt, token_ids, shared), None)
             parent.refuse(str(error))
             return parent
         return self.parent_request(tokenized, grammar)
@@ -161,15 +161,9 @@ class InputProcessor:
         Raises:
             RequestError: it can never be served.
         """
-        tokenized = self._tokenized_prompt(prompt, token_ids, params)
+        tokenized = self._truncated(prompt, token_ids, params)
         self._rules.check_prompt(tokenized.token_ids, params.sampling.max_tokens)
         return tokenized
-
-    def _tokenized_prompt(
-        self, prompt: str | list[int], token_ids: list[int], params: TokenizedParams
-    ) -> TokenizedPrompt:
-        text = prompt if isinstance(prompt, str) else None
-        return TokenizedPrompt(text, self._truncated(token_ids, params.sampling, is_text=text is not None), params)
 
     def parent_request(self, tokenized: TokenizedPrompt, grammar: str | None, start_tag: float = 0.0) -> ParentRequest:
         """Return the requests of a prompt.
@@ -201,19 +195,16 @@ class InputProcessor:
         """The compiler of structured outputs."""
         return Grammars(self._tokenizer.backend_tokenizer, self._rules.vocab_size, self._rules.eos_token_ids)
 
-    def _truncated(self, token_ids: list[int], params: SamplingParams, *, is_text: bool) -> list[int]:
+    def _truncated(self, prompt: str | list[int], token_ids: list[int], params: TokenizedParams) -> TokenizedPrompt:
         """Return the last tokens of a prompt; a text keeps its beginning-of-sequence token."""
-        kept = params.truncate_prompt_tokens
-        if kept is None:
-            return token_ids
-        if kept == -1:
-            limit, room = self._rules.capacity.token_limit, params.max_tokens
-            kept = max(limit - (room if room is not None and room < limit else 1), 1)
-        if len(token_ids) <= kept:
-            return token_ids
-        if is_text and token_ids[0] == self._tokenizer.bos_token_id:
-            return token_ids[:1] + token_ids[len(token_ids) - kept + 1 :]
-        return token_ids[-kept:]
+        text, most = prompt if isinstance(prompt, str) else None, params.sampling.truncate_prompt_tokens
+        if most == -1:
+            limit, room = self._rules.capacity.token_limit, params.sampling.max_tokens
+            most = max(limit - (room if room is not None and room < limit else 1), 1)
+        if most is not None and len(token_ids) > most:
+            first = token_ids[:1] if text is not None and token_ids[0] == self._tokenizer.bos_token_id else []
+            token_ids = first + token_ids[len(token_ids) - most + len(first) :]
+        return TokenizedPrompt(text, token_ids, params)
 
     def _spellings(self, words: Sequence[str]) -> list[list[int]]:
         """Return the tokens of words at the beginning of a text, and after a space if those differ."""

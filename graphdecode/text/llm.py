@@ -210,7 +210,6 @@ class LLM:
         Raises:
             ValueError: not a prompt, or the numbers of prompts and parameters differ; an adapter cannot be used.
         """
-        self._check_open()
         items = as_prompts(prompts)
         params = as_params(sampling_params, len(items))
         priorities = as_priorities(priority, len(items))
@@ -243,7 +242,6 @@ class LLM:
         Raises:
             ArgumentError: messages are malformed, there is no chat template, or it refuses the conversation.
         """
-        self._check_open()
         chats = [render_chat(self.tokenizer, each, **options) for each in as_conversations(messages)]
         params = as_params(self.default_chat_params() if sampling_params is None else sampling_params, len(chats))
         process, adapters = self.input_processor.process, self.adapters_of(lora_request, len(chats))
@@ -274,7 +272,8 @@ class LLM:
         except BaseException:
             self.router.abort(states)
             raise
-        self._check_open()
+        if self.router.closed:
+            raise ClosedError("this LLM was closed")
         return [parent.output for parent in parents]
 
     @staticmethod
@@ -306,7 +305,6 @@ class LLM:
         Raises:
             ValueError: not a prompt, it can never fit, or `n` is not 1; the adapter cannot be used.
         """
-        self._check_open()
         if isinstance(sampling_params, SequenceOf):
             raise ArgumentError(
                 f"a stream takes one prompt and one SamplingParams, got a {type(sampling_params).__name__}"
@@ -393,10 +391,6 @@ class LLM:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _check_open(self) -> None:
-        if self.router.closed:
-            raise ClosedError("this LLM was closed")
 
 
 def _effective(settings: EngineConfig, capacity: Capacity) -> EngineConfig:
