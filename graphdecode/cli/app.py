@@ -21,11 +21,11 @@ from graphdecode.cli.buckets import buckets
 from graphdecode.cli.chat import chat
 from graphdecode.cli.generate import generate
 from graphdecode.cli.models import convert, models, quantize
-from graphdecode.cli.options import OPTIONS, print_error
+from graphdecode.cli.options import print_error
 from graphdecode.cli.profile import profile
 from graphdecode.cli.serve import batch, serve
 from graphdecode.cli.step import check, inspect
-from graphdecode.config.key import keys_of
+from graphdecode.config.settings import all_keys
 from graphdecode.errors import ArgumentError, GraphdecodeError, cause
 from graphdecode.extensions import version_of
 
@@ -133,7 +133,7 @@ def _end(number: int, _frame: FrameType | None) -> None:
 def _as_typed(message: str) -> str:
     """Replace the setting's name at the beginning of an error by the option, if that was given."""
     name, _, rest = message.partition(" ")
-    fields = {name} | {key.field for config in OPTIONS for key in keys_of(config) if key.name == name}
+    fields = {name} | {key.field for key in all_keys() if key.name == name}
     command: Any = typer.main.get_command(app)
     given = [argument.partition("=")[0] for argument in sys.argv[1:]]
     for word in given:

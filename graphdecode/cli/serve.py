@@ -20,7 +20,6 @@ from graphdecode.cli.options import (
     ConfigOption,
     ModelOption,
     TokenizerOption,
-    chosen,
     print_error,
     print_message,
     settings_of,
@@ -107,8 +106,8 @@ def sharing(settings: EngineConfig, several: ReplicaConfig) -> EngineConfig:
     return replace(settings, buckets=settings.buckets.with_limits(memory_fraction=fraction))
 
 
-@with_options("serving", chosen(ServerConfig, *_SERVER_OPTIONS))
-@with_options("scale", chosen(ReplicaConfig, "count", "autoscale", "ray_address", "direct"))
+@with_options("serving", (ServerConfig,), *_SERVER_OPTIONS)
+@with_options("scale", (ReplicaConfig,), "count", "autoscale", "ray_address", "direct")
 @with_settings("max_batch_size", "max_sequence_length", *MODEL_OPTIONS)
 def serve(
     overrides: dict[str, Any],
@@ -190,8 +189,8 @@ def _say_ready(service: Service, address: str) -> None:
     print_message(f"curl {address}/v1/{path} {key}--json '{json.dumps(body)}'", is_prose=False)  # to be copied
 
 
-@with_options("serving", chosen(ServerConfig, "served_model_name", "chat_template", "lora_modules"))
-@with_options("scale", chosen(ReplicaConfig, "count", "ray_address"))
+@with_options("serving", (ServerConfig,), "served_model_name", "chat_template", "lora_modules")
+@with_options("scale", (ReplicaConfig,), "count", "ray_address")
 @with_settings("max_batch_size", "max_sequence_length", *MODEL_OPTIONS)
 def batch(
     overrides: dict[str, Any],

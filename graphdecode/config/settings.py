@@ -340,7 +340,7 @@ class EngineConfig:
     @classmethod
     def load(cls, path: str | Path) -> EngineConfig:
         """Read a configuration file; keys that it leaves out keep their defaults; see `ConfigDocument.read`."""
-        return cls._from(ConfigDocument.read(path, _keys()))
+        return cls._from(ConfigDocument.read(path, all_keys()))
 
     @classmethod
     def _from(cls, document: ConfigDocument) -> EngineConfig:
@@ -375,7 +375,7 @@ class EngineConfig:
         elif isinstance(config, (str, Path)):
             config = cls.load(config)
         elif isinstance(config, Mapping):
-            config = cls._from(ConfigDocument("config", config, _keys()))
+            config = cls._from(ConfigDocument("config", config, all_keys()))
         elif isinstance(config, BucketConfig):
             config = cls(buckets=config)
         elif not isinstance(config, EngineConfig):
@@ -408,7 +408,7 @@ def load_replica_config(path: str | Path | None, **changes: Any) -> ReplicaConfi
 
 
 def _section(path: str | Path | None, name: str) -> dict[str, Any]:
-    return {} if path is None else ConfigDocument.read(path, _keys()).values[name]
+    return {} if path is None else ConfigDocument.read(path, all_keys()).values[name]
 
 
 def _with_speculation(keywords: Mapping[str, Any]) -> dict[str, Any]:
@@ -422,7 +422,8 @@ def _with_speculation(keywords: Mapping[str, Any]) -> dict[str, Any]:
     return {**keywords, "speculation": "ngram", **document.values["speculation"]}
 
 
-def _keys() -> list[Key]:
+def all_keys() -> list[Key]:
+    """Return the keys of all sections of a file."""
     return [*keys_of(BucketConfig), *keys_of(EngineConfig), *keys_of(ServerConfig), *keys_of(ReplicaConfig)]
 
 
