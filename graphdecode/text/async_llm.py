@@ -36,11 +36,8 @@ class AsyncFront:
     async def follow(self, parents: Sequence[ParentRequest]) -> AsyncGenerator[None, None]:
         """Submit prompts, and yield at each change until all outputs are finished; leaving aborts them.
 
-        `RequestState.pieces` holds the new text.
-
-        Raises:
-            ArgumentError: one was refused.
-            AnswerError: the engine was closed, or a step failed.
+        `RequestState.pieces` holds the new text. Raises `ArgumentError` if one was refused, `AnswerError` if the engine
+        was closed or a step failed.
         """
         states = [state for parent in parents for state in parent.states]
         changed, loop = asyncio.Event(), asyncio.get_running_loop()
@@ -95,14 +92,7 @@ class Waker:
 
 
 class AsyncLLM:
-    """`LLM` for the tasks of an event loop, with a thread that steps while there is work.
-
-    Args:
-        model: as for `LLM`, and so are `options`.
-
-    Raises:
-        ValueError: as `LLM`.
-    """
+    """`LLM`, with its arguments, for the tasks of an event loop: a thread steps while there is work."""
 
     def __init__(self, model: Any, **options: Any) -> None:
         self.llm = LLM(model, **options)

@@ -16,7 +16,6 @@ class Detokenizer:
 
     Args:
         tokenizer: a `tokenizers.Tokenizer`.
-        skip_special_tokens: leave special tokens out.
         min_tokens: tokens before which stop strings are ignored.
         spaced: put the tokenizer's spaces between special tokens.
         include_stop: cut after the stop string; nothing is held back for it.

@@ -73,14 +73,7 @@ class InputProcessor:
         self._numbers = itertools.count()
 
     def encode(self, prompt: str | list[int], *, special: bool = True) -> list[int]:
-        """Return a prompt's token ids; given ids stay as they are.
-
-        Args:
-            special: add the tokenizer's special tokens.
-
-        Raises:
-            ArgumentError: a text without a tokenizer, or the tokenizer fails.
-        """
+        """Return a prompt's token ids, with the tokenizer's special tokens if `special`; given ids stay as they are."""
         if not isinstance(prompt, str):
             return prompt
         if self._tokenizer is None:
@@ -109,7 +102,7 @@ class InputProcessor:
             adapter: its name; None: the base model.
 
         Raises:
-            ArgumentError: the prompt or a parameter is a text, and there is no tokenizer, or it fails.
+            ArgumentError: there is no tokenizer for a text, or it fails.
         """
         token_ids = self.encode(prompt) if token_ids is None else token_ids
         if self._tokenizer is None and (params.stop_strings or params.bad_words):
@@ -136,9 +129,7 @@ class InputProcessor:
     ) -> TokenizedParams:
         """Tokenize and check the parameters that all prompts of a request share.
 
-        Raises:
-            ArgumentError: the tokenizer fails.
-            RequestError: no prompt can be served with them.
+        Raises `ArgumentError` if the tokenizer fails, `RequestError` if no prompt can be served with them.
         """
         words, rules = tuple(dict.fromkeys(params.bad_words or ())), self._rules
         rules.check_count("bad_words", len(words), "max_bad_words")  # before tokenizing each
@@ -156,22 +147,15 @@ class InputProcessor:
     def tokenized_prompt(
         self, prompt: str | list[int], token_ids: list[int], params: TokenizedParams
     ) -> TokenizedPrompt:
-        """Truncate a tokenized prompt by its parameters, and check it.
-
-        Raises:
-            RequestError: it can never be served.
-        """
+        """Truncate a tokenized prompt by its parameters; raises `RequestError` if it can never be served."""
         tokenized = self._truncated(prompt, token_ids, params)
         self._rules.check_prompt(tokenized.token_ids, params.sampling.max_tokens)
         return tokenized
 
     def parent_request(self, tokenized: TokenizedPrompt, grammar: str | None, start_tag: float = 0.0) -> ParentRequest:
-        """Return the requests of a prompt.
+        """Return the requests of a prompt, which may have been tokenized in another process.
 
-        Args:
-            tokenized: result of `tokenized_prompt`, here or in another process.
-            grammar: None: unconstrained.
-            start_tag: the requests'; see `Request`.
+        `grammar`: None: unconstrained; `start_tag`: see `Request`.
         """
         params, per_output, bad_words, priority, adapter = tokenized.params
         outputs = [CompletionOutput(index) for index in range(params.n)]

@@ -43,7 +43,6 @@ class LightTokenizer:
     Args:
         backend: a `tokenizers.Tokenizer`.
         named: tokens by their use, such as `eos_token`.
-        chat_template: a Jinja template.
         make_whole: returns the tokenizer of transformers; picklable.
     """
 

@@ -94,13 +94,9 @@ class RequestOutput:
 
 
 class RequestState:
-    """Makes one output of a prompt from the engine's events of one request.
+    """Makes one output of a prompt from the engine's events; without a tokenizer it has no text.
 
     The engine ends an output at tokens; a stop string ends it here, and what follows is neither shown nor counted.
-
-    Args:
-        request: the prompt's output that `output` is part of.
-        tokenizer: a `tokenizers.Tokenizer`; None: there is no text.
     """
 
     def __init__(

@@ -70,11 +70,9 @@ class _TokenEngine(Protocol):
 
 
 class Router:
-    """Submits requests, and delivers the engine's events to their outputs.
+    """Submits requests to an engine, whose caller steps it, and delivers its events to their outputs.
 
-    Args:
-        engine: serves the requests; the caller steps it, and delivers its events.
-        end: the error of outputs in progress when this is closed, and of later requests.
+    `end` is the error of outputs in progress when this is closed, and of later requests.
     """
 
     def __init__(self, engine: _TokenEngine, end: str = "this LLM was closed") -> None:
@@ -86,10 +84,9 @@ class Router:
         self.closed = False
 
     def submit(self, parents: Iterable[ParentRequest]) -> None:
-        """Submit the requests of prompts; a prompt that can never be served is refused, and the others are not.
+        """Submit the requests of prompts; one that can never be served is refused, and the others are not.
 
-        Raises:
-            ClosedError: this was closed.
+        Raises `ClosedError` if this was closed.
         """
         with self._lock:
             if self.closed:
@@ -167,11 +164,7 @@ class SteppingRouter(Router):
         self._progress = threading.Condition()
 
     def wait(self, done: Callable[[], bool], between: Callable[[], None]) -> None:
-        """Step until something is done, or wait while another thread steps.
-
-        Args:
-            between: called between two steps; its exceptions end the wait.
-        """
+        """Step until something is done, or wait while another thread steps; exceptions of `between` end the wait."""
         while not done():
             if self._stepping.acquire(blocking=False):
                 try:
