@@ -102,8 +102,7 @@ def sharing(settings: EngineConfig, several: ReplicaConfig) -> EngineConfig:
     on_gpus = settings.device == "cuda" or (settings.device == "auto" and torch.cuda.is_available())
     if on_gpus or several.ray_address is not None:
         return settings
-    fraction = settings.buckets.memory_fraction / several.bounds[1]
-    return replace(settings, buckets=settings.buckets.with_limits(memory_fraction=fraction))
+    return settings.with_settings(memory_fraction=settings.buckets.memory_fraction / several.bounds[1])
 
 
 @with_options("serving", (ServerConfig,), *_SERVER_OPTIONS)

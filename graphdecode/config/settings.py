@@ -135,10 +135,6 @@ class BucketConfig:
         """Return the text of a file from which `load` reads the same configuration."""
         return written(self, keys_of(self))
 
-    def with_limits(self, **changes: Any) -> BucketConfig:
-        """Return a copy with some fields changed."""
-        return replace(self, **changes)
-
 
 @dataclass(frozen=True)
 class EngineConfig:

@@ -120,28 +120,19 @@ class Lane:
     @contextlib.asynccontextmanager
     async def held(self, caller: str, size: int) -> AsyncGenerator[None, None]:
         """Wait for a free child (HttpError: too many wait), and hold it in the context."""
-        tag = self._queue.start_tag(caller, size)
-        if self._running < CHILDREN_PER_LANE:
-            self._running += 1
-        else:
-            await self._wait(tag)
-        self._queue.began(tag)
-        try:
-            yield
-        finally:
-            self._release()
-
-    async def _wait(self, tag: float) -> None:
-        mine = asyncio.get_running_loop().create_future()
-        heapq.heappush(self._waiting, (tag, next(self._numbers), mine))
+        tag, admitted = self._queue.start_tag(caller, size), asyncio.get_running_loop().create_future()
+        heapq.heappush(self._waiting, (tag, next(self._numbers), admitted))
+        self._admit()
         if len(self._waiting) > MAX_WAITING:
             self._refuse_last()
         try:
-            await mine
-        except asyncio.CancelledError:
-            if mine.done() and not mine.cancelled() and mine.exception() is None:  # both happened at once
-                self._release()
-            raise
+            await admitted
+            self._queue.began(tag)
+            yield
+        finally:
+            if admitted.done() and not admitted.cancelled() and admitted.exception() is None:
+                self._running -= 1
+                self._admit()
 
     def _refuse_last(self) -> None:
         """Drop cancelled waiters; if these are too few, refuse the last in order."""
@@ -153,13 +144,12 @@ class Lane:
             last[2].set_exception(full)
         heapq.heapify(self._waiting)
 
-    def _release(self) -> None:
-        while self._waiting:
+    def _admit(self) -> None:
+        while self._waiting and self._running < CHILDREN_PER_LANE:
             _, _, other = heapq.heappop(self._waiting)
             if not other.done():  # else it was cancelled
                 other.set_result(None)
-                return
-        self._running -= 1
+                self._running += 1
 
 
 class ForkPool:

@@ -401,4 +401,4 @@ def _effective(settings: EngineConfig, capacity: Capacity) -> EngineConfig:
             f"max_sequence_length is {length}, for which the model was trained, instead of the requested {requested}",
             stacklevel=3,
         )
-    return replace(settings, buckets=settings.buckets.with_limits(max_sequence_length=length))
+    return settings.with_settings(max_sequence_length=length)
