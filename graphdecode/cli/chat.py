@@ -16,14 +16,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from graphdecode.cli.answer_terminal import (
-    WrappedText,
-    prompt_progress,
-    repeats_at_the_end,
-    run_beside,
-    run_summary,
-    typing_hidden,
-)
 from graphdecode.cli.checkpoint import find_checkpoint, fitted
 from graphdecode.cli.options import (
     MODEL_OPTIONS,
@@ -35,6 +27,14 @@ from graphdecode.cli.options import (
     stdin_text,
     with_options,
     with_settings,
+)
+from graphdecode.cli.terminal import (
+    WrappedText,
+    prompt_progress,
+    repeats_at_the_end,
+    run_beside,
+    run_summary,
+    typing_hidden,
 )
 from graphdecode.config.sampling_params import SamplingParams
 from graphdecode.errors import ArgumentError, GraphdecodeError, cause

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from graphdecode.cli.answer_terminal import run_summary
 from graphdecode.cli.checkpoint import FoundCheckpoint, find_checkpoint, fitted
 from graphdecode.cli.options import (
     MODEL_OPTIONS,
@@ -28,6 +27,7 @@ from graphdecode.cli.options import (
     with_options,
     with_settings,
 )
+from graphdecode.cli.terminal import run_summary
 from graphdecode.config.sampling_params import SamplingParams
 from graphdecode.errors import ArgumentError, cause
 

@@ -191,7 +191,7 @@ def stdin_text() -> str:
 def print_error(message: str) -> None:
     """Print an error as one line on standard error."""
     # names from files may hold control characters, or surrogates
-    safe = "".join(sign if sign.isprintable() else repr(sign)[1:-1] for sign in message)
+    safe = "".join(character if character.isprintable() else repr(character)[1:-1] for character in message)
     print_message(f"error: {safe}", style="red", is_prose=False)
 
 

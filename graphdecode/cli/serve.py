@@ -86,23 +86,23 @@ def service_maker(
     )
 
 
-def prepare_ray(doing: str, several: ReplicaConfig) -> None:
+def prepare_ray(doing: str, replicas: ReplicaConfig) -> None:
     """Set the environment that Ray reads at import; raise ArgumentError if it is not installed."""
     check_extra(doing, "ray")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    if several.ray_address is None:
+    if replicas.ray_address is None:
         os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # listens only on the loopback interface
         os.environ.setdefault("RAY_worker_niceness", "0")  # engines are not background work
 
 
-def sharing(settings: EngineConfig, several: ReplicaConfig) -> EngineConfig:
+def settings_per_engine(settings: EngineConfig, replicas: ReplicaConfig) -> EngineConfig:
     """Return the settings of each of several engines; on a CPU they share the machine's memory."""
     import torch
 
     on_gpus = settings.device == "cuda" or (settings.device == "auto" and torch.cuda.is_available())
-    if on_gpus or several.ray_address is not None:
+    if on_gpus or replicas.ray_address is not None:
         return settings
-    return settings.with_settings(memory_fraction=settings.buckets.memory_fraction / several.bounds[1])
+    return settings.with_settings(memory_fraction=settings.buckets.memory_fraction / replicas.bounds[1])
 
 
 @with_options("serving", (ServerConfig,), *_SERVER_OPTIONS)
@@ -120,20 +120,20 @@ def serve(
     check_extra("serving")
 
     settings = settings_of(config, **overrides)
-    limits, several = load_server_config(config, **serving), load_replica_config(config, **scale)
-    if several.wanted:
-        prepare_ray("replicas", several)
+    limits, replicas = load_server_config(config, **serving), load_replica_config(config, **scale)
+    if replicas.enabled:
+        prepare_ray("replicas", replicas)
         if limits.lora_folder is not None:
             raise ArgumentError(
                 "lora_folder: a request would load an adapter in only one of several engines; use lora_modules"
             )
-        settings = sharing(settings, several)
-    elif several.ray_address is not None or several.direct:
+        settings = settings_per_engine(settings, replicas)
+    elif replicas.ray_address is not None or replicas.direct:
         raise ArgumentError("ray_address and direct are for several engines: --replicas or --autoscale says how many")
     # its process imports torch while this one does
-    engine = None if several.wanted else start_engine_process()
+    engine = None if replicas.enabled else start_engine_process()
     try:
-        _run(service_maker(model, tokenizer, settings, limits), settings, limits, several, engine)
+        _run(service_maker(model, tokenizer, settings, limits), settings, limits, replicas, engine)
     except BaseException:
         if engine is not None:
             engine.process.kill()
@@ -144,7 +144,7 @@ def _run(
     make_service: Callable[[], Service],
     settings: EngineConfig,
     limits: ServerConfig,
-    several: ReplicaConfig,
+    replicas: ReplicaConfig,
     engine: ConnectedChild | None,
 ) -> None:
     import asyncio
@@ -155,30 +155,30 @@ def _run(
 
     logging.basicConfig(format="%(levelname)s: %(message)s")
     logging.getLogger("graphdecode.server").setLevel(logging.INFO)
-    if several.wanted and not several.direct:  # behind Ray's proxies
+    if replicas.enabled and not replicas.direct:  # behind Ray's proxies
         from graphdecode.server.replicas.cluster import Cluster
 
-        if several.ray_address is None or limits.port == 0:  # the proxies of a cluster may have the port already
+        if replicas.ray_address is None or limits.port == 0:  # the proxies of a cluster may have the port already
             with bind(limits.host, limits.port) as free:
                 limits = replace(limits, port=free.getsockname()[1])
         service = make_service()
-        ready = partial(_say_ready, service, f"http://{limits.host}:{limits.port}")
-        asyncio.run(Cluster(make_service, settings, limits, several, "proxy").run(ready))
+        ready = partial(_print_ready, service, f"http://{limits.host}:{limits.port}")
+        asyncio.run(Cluster(make_service, settings, limits, replicas, "proxy").run(ready))
         return
     bound = bind(limits.host, limits.port)
     service = make_service()
-    service.client.prepared = engine
-    ready = partial(_say_ready, service, f"http://{limits.host}:{bound.getsockname()[1]}")
-    if several.wanted:
+    service.client.prestarted = engine
+    ready = partial(_print_ready, service, f"http://{limits.host}:{bound.getsockname()[1]}")
+    if replicas.enabled:
         from graphdecode.server.replicas.cluster import Cluster
 
-        cluster = Cluster(make_service, settings, limits, several, "direct")
+        cluster = Cluster(make_service, settings, limits, replicas, "direct")
         asyncio.run(run(cluster, cluster.app, bound, ready))
     else:
         asyncio.run(run(service, lambda: make_app(service), bound, ready))
 
 
-def _say_ready(service: Service, address: str) -> None:
+def _print_ready(service: Service, address: str) -> None:
     print_message(f"serving {service.model_name} on {address}")
     path, body = "completions", {"prompt": "417+385=", "max_tokens": 16}
     if service.tokenizer.chat_template:
@@ -213,10 +213,10 @@ def batch(
     # no other clients have to be served
     endless = {"max_waiting": _UNBOUNDED, "request_timeout_s": 0.0, "otlp_traces_endpoint": None}
     limits = load_server_config(config, **endless, **serving)
-    several = load_replica_config(config, **scale)
+    replicas = load_replica_config(config, **scale)
     if ray:
-        prepare_ray("a batch with --ray", several)
-        settings = sharing(settings, several)
+        prepare_ray("a batch with --ray", replicas)
+        settings = settings_per_engine(settings, replicas)
     elif scale:
         raise ArgumentError("--replicas and --ray-address are for a batch with --ray")
     requested = BatchInput(requests, limits.max_body_bytes)
@@ -226,7 +226,7 @@ def batch(
     try:
         if len(output.answered) < len(requested.custom_ids):
             make_service = service_maker(model, tokenizer, settings, limits)
-            _run_all(make_service, settings, limits, several if ray else None, requested, output)
+            _run_all(make_service, settings, limits, replicas if ray else None, requested, output)
     finally:
         output.close()
         typer.echo(f"{answers} has the responses to {len(output.answered)} of {len(requested.custom_ids)} requests")
@@ -239,7 +239,7 @@ def _run_all(
     make_service: Callable[[], Service],
     settings: EngineConfig,
     limits: ServerConfig,
-    several: ReplicaConfig | None,
+    replicas: ReplicaConfig | None,
     requests: BatchInput,
     output: BatchOutput,
 ) -> None:
@@ -252,14 +252,14 @@ def _run_all(
 
     logging.basicConfig(format="%(levelname)s: %(message)s")
     window = _IN_FLIGHT_PER_ROW * settings.buckets.max_batch_size
-    if several is None:
+    if replicas is None:
         service = make_service()
         run = partial(run_batch, service, partial(answer_request, service), window=window)
     else:
         from graphdecode.server.replicas.cluster import Cluster
 
-        cluster = Cluster(make_service, settings, limits, several, "calls", application="graphdecode-batch")
-        run = partial(run_batch, cluster, cluster.answer, window=window * several.bounds[1])
+        cluster = Cluster(make_service, settings, limits, replicas, "calls", application="graphdecode-batch")
+        run = partial(run_batch, cluster, cluster.answer, window=window * replicas.bounds[1])
     began = time.perf_counter()
     total, before = len(requests.custom_ids), len(output.answered)
     with tqdm(total=total, initial=before, desc="requests", unit="request", leave=False, disable=None) as bar:

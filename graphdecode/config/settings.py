@@ -590,7 +590,7 @@ class ReplicaConfig:
             raise ConfigError("give count (a fixed number of engines) or autoscale, not both")
 
     @property
-    def wanted(self) -> bool:
+    def enabled(self) -> bool:
         """Whether there are replicas."""
         return self.count is not None or self.autoscale is not None
 

@@ -20,7 +20,7 @@ from graphdecode.errors import ArgumentError
 from graphdecode.server.completions import GENERATING
 from graphdecode.server.http import HttpError
 from graphdecode.server.protocol import GeneratingPath, problem_of
-from graphdecode.server.run import Served
+from graphdecode.server.run import ServedModel
 from graphdecode.server.service import Service
 
 _RESPONSE_BEGINS = b'{"id": "batch_req_'
@@ -190,7 +190,7 @@ async def answer_request(service: Service, request: BatchRequest) -> tuple[int, 
 
 
 async def run_batch(
-    served: Served,
+    served: ServedModel,
     answer: Callable[[BatchRequest], Awaitable[tuple[int, dict[str, Any]]]],
     requests: BatchInput,
     output: BatchOutput,
@@ -229,5 +229,5 @@ async def run_batch(
     except BaseExceptionGroup as several:
         raise several.exceptions[0] from None
     finally:
-        served.close(at_once=not completed)
+        served.close(force=not completed)
     return used

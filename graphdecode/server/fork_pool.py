@@ -20,7 +20,7 @@ from graphdecode.server.http import RESTARTING, HttpError
 from graphdecode.server.messages import MessageSocket, end_process, framed, receive
 
 CALLERS_KEPT = 10_000
-CHILDREN_PER_LANE = 2
+MAX_CHILDREN = 2
 MAX_WAITING = 256
 STACK_BYTES = 4 << 20  # stack of a child; the engine's process has a larger one for the same grammar
 _QUICK_CPU_SECONDS = 1
@@ -70,7 +70,7 @@ class PoolTimeouts(NamedTuple):
     """Timeouts in seconds that do not depend on the job."""
 
     quick_seconds: float = 5.0  # limit of a first attempt
-    taken_seconds: float = 5.0  # for the fork server to accept a job, which it does at once
+    accept_seconds: float = 5.0  # for the fork server to accept a job, which it does at once
     start_seconds: float = 120.0  # for the fork server to start
 
 
@@ -108,7 +108,7 @@ class _TooLongError(JobError):
     """A job exceeded its CPU time."""
 
 
-class Lane:
+class FairSemaphore:
     """A bounded number of children, with a fair queue of waiters."""
 
     def __init__(self) -> None:
@@ -145,7 +145,7 @@ class Lane:
         heapq.heapify(self._waiting)
 
     def _admit(self) -> None:
-        while self._waiting and self._running < CHILDREN_PER_LANE:
+        while self._waiting and self._running < MAX_CHILDREN:
             _, _, other = heapq.heappop(self._waiting)
             if not other.done():  # else it was cancelled
                 other.set_result(None)
@@ -168,7 +168,7 @@ class ForkPool:
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
         self._start: asyncio.Task[socket.socket] | None = None
-        self._quick, self._slow = Lane(), Lane()
+        self._quick, self._slow = FairSemaphore(), FairSemaphore()
 
     @property
     def pid(self) -> int | None:
@@ -219,12 +219,12 @@ class ForkPool:
         try:
             writer.write(framed(job))
             try:
-                async with asyncio.timeout(self._timeouts.taken_seconds):
+                async with asyncio.timeout(self._timeouts.accept_seconds):
                     await receive(reader)
             except TimeoutError:
                 if self._control is control:
                     log.error("the preprocessing server does not respond; restarting it")
-                    self.close(at_once=True)
+                    self.close(force=True)
                 raise _overloaded("the preprocessing server did not respond, and is being restarted") from None
             async with asyncio.timeout(job.limits.wall_seconds):
                 message = await receive(reader)
@@ -254,7 +254,7 @@ class ForkPool:
         except Exception as error:
             if self._start is start:  # the first job that sees the error
                 log.error("the preprocessing server cannot be started: %s: %s", type(error).__name__, error)
-                self.close(at_once=True)
+                self.close(force=True)
             raise _server_ended() from error
 
     def _begin(self) -> socket.socket:
@@ -267,10 +267,10 @@ class ForkPool:
         here.setblocking(False)  # the event loop never waits for it
         return here
 
-    def close(self, *, at_once: bool = False) -> None:
+    def close(self, *, force: bool = False) -> None:
         """End the fork server and its children; the next job starts another one."""
         self._start = None
-        if at_once and self._process is not None:
+        if force and self._process is not None:
             self._process.kill()
         end_process(self._process, self._control, _END_SECONDS)
         if self._control is not None:

@@ -144,7 +144,7 @@ def bind(host: str, port: int) -> socket.socket:
     return bound
 
 
-class Served(Protocol):
+class ServedModel(Protocol):
     """An engine (`Service`), or several (`Cluster`)."""
 
     limits: ServerConfig
@@ -157,12 +157,12 @@ class Served(Protocol):
     async def start(self) -> None:
         """Load, and return when requests can be answered."""
 
-    def close(self, *, at_once: bool = False) -> None:
-        """End; `at_once`: without waiting for requests in flight."""
+    def close(self, *, force: bool = False) -> None:
+        """End; `force`: without waiting for requests in flight."""
 
 
 async def run(
-    served: Served, make_app: Callable[[], ASGIApp], bound: socket.socket, on_ready: Callable[[], None]
+    served: ServedModel, make_app: Callable[[], ASGIApp], bound: socket.socket, on_ready: Callable[[], None]
 ) -> None:
     """Start one or several engines (`ArgumentError`: a wrong model or setting), and serve until SIGTERM or Ctrl-C.
 
@@ -180,7 +180,7 @@ async def run(
         if not loading.done():
             loading.cancel()
             log.info("stopping before the model is loaded")
-            shutdown.at_once.set()
+            shutdown.forced.set()
             with contextlib.suppress(asyncio.CancelledError):
                 await loading
             sys.exit(128 + shutdown.signal)
@@ -199,7 +199,7 @@ async def run(
         server.should_exit = True
         await serving
     finally:
-        served.close(at_once=shutdown.at_once.is_set())
+        served.close(force=shutdown.forced.is_set())
         bound.close()
 
 
@@ -257,17 +257,17 @@ def off_signals() -> None:
 
 
 class _Shutdown:
-    def __init__(self, served: Served) -> None:
+    def __init__(self, served: ServedModel) -> None:
         self._served = served
         self.ending = asyncio.Event()  # by a first signal
-        self.at_once = asyncio.Event()  # by a second one
+        self.forced = asyncio.Event()  # by a second one
         self.on_second_signal: Callable[[], object] = lambda: None
         self.signal = 0  # the last one's number
 
     def take_signal(self, number: int) -> None:
         self.signal = number
         if self.ending.is_set():
-            self.at_once.set()
+            self.forced.set()
             self.on_second_signal()
         self._served.draining = True
         self.ending.set()
@@ -280,7 +280,7 @@ class _Shutdown:
             log.warning("finishing %d requests; a second signal ends immediately", running)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._served.limits.drain_timeout_s):
-                while self._served.num_open and not self.at_once.is_set():
+                while self._served.num_open and not self.forced.is_set():
                     await asyncio.sleep(_POLL_SECONDS)
 
 

@@ -19,7 +19,7 @@ from graphdecode.server.fork_pool import FairQueue, ForkPool
 from graphdecode.server.http import RESTARTING, Bodies, HttpError
 from graphdecode.server.messages import EngineSetup
 from graphdecode.server.preprocessing import Preprocessor
-from graphdecode.server.structured_outputs import GrammarReader, StructuredOutput
+from graphdecode.server.structured_outputs import GrammarCompiler, StructuredOutput
 from graphdecode.server.telemetry import Metrics, Tracer, otlp_tracer
 from graphdecode.text.async_llm import AsyncFront
 from graphdecode.text.grammar import is_available
@@ -80,7 +80,7 @@ class Service:
             on_events=lambda events: self.router.deliver(events),
             on_status=lambda status: self.metrics.take_status(status),
         )
-        self.grammar_reader = GrammarReader(self.work, self.client)
+        self.grammar_compiler = GrammarCompiler(self.work, self.client)
         self.router = Router(self.client, "the server was shut down")
         self.front = AsyncFront(self.router, lambda: None)  # the engine's process steps by itself
         self.metrics = Metrics(name, self.client)
@@ -167,7 +167,7 @@ class Service:
         grammar = None
         if structured is not None:
             try:
-                grammar = await self.grammar_reader.grammar(structured.params, caller)
+                grammar = await self.grammar_compiler.grammar(structured.params, caller)
             except ArgumentError as error:
                 raise HttpError(400, structured.error_text(error), param=structured.field) from error
         parents, input_processor = [], self.preprocessor.input_processor
@@ -189,10 +189,10 @@ class Service:
             self._unknown_fields |= new
             log.warning("ignored fields: %s", ", ".join(sorted(new)))
 
-    def close(self, *, at_once: bool = False) -> None:
+    def close(self, *, force: bool = False) -> None:
         """End the engine; requests in flight fail."""
         self.work.close()
-        self.client.close(at_once=at_once)
+        self.client.close(force=force)
         self.router.close()
         if self.tracer is not None:
             self.tracer.close()

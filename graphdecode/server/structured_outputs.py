@@ -29,7 +29,7 @@ from graphdecode.text.grammar import MAX_GRAMMAR_LENGTH
 # llguidance's options for arguments: unsupported keywords are refused; JSON is spaced as chat templates write it
 _STRICT = {"lenient": False, "whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _KNOWN = frozenset(field.name for field in fields(StructuredOutputsParams))
-_READING_LIMITS = JobLimits(cpu_seconds=4, wall_seconds=60.0, memory_bytes=512 << 20)
+_COMPILING_LIMITS = JobLimits(cpu_seconds=4, wall_seconds=60.0, memory_bytes=512 << 20)
 _RESULTS_KEPT, _RESULTS_BYTES = 256, 8 << 20
 _LEAST_SIZE = 1 << 14  # size of a job, for fairness: small grammars may take long, too
 
@@ -170,7 +170,7 @@ class _Results(OrderedDict[bytes, str]):
             self.popitem(last=False)
 
 
-class GrammarReader:
+class GrammarCompiler:
     """Compiles structured outputs in a child process, caches the results, and sends the grammars to the engine."""
 
     def __init__(self, pool: ForkPool, engine: EngineClient) -> None:
@@ -199,7 +199,7 @@ class GrammarReader:
     async def _read(self, params: StructuredOutputsParams, digest: bytes, caller: str, size: int) -> str:
         try:
             read: AddGrammar = await self._pool.run(
-                read_grammar, params, limits=_READING_LIMITS, caller=caller, size=size
+                compiled_grammar, params, limits=_COMPILING_LIMITS, caller=caller, size=size
             )
         except (ArgumentError, JobError) as error:
             if isinstance(error, JobError):
@@ -212,7 +212,7 @@ class GrammarReader:
         return read.grammar
 
 
-def read_grammar(preprocessor: Preprocessor, params: StructuredOutputsParams) -> AddGrammar:
+def compiled_grammar(preprocessor: Preprocessor, params: StructuredOutputsParams) -> AddGrammar:
     """Compile a structured output as the engine's process will, and its first mask; raises `ArgumentError`."""
     before = _most_resident_bytes()
     grammars = preprocessor.input_processor.grammars

@@ -127,7 +127,7 @@ class Grammars:
         if isinstance(compiled, TokenAutomaton):
             return AutomatonConstraint(compiled, self._eos_token_ids)
         never = () if self._eos_token_ids else (self.load().eos_token,)
-        return TokenGrammar(compiled.deep_copy(), self._masks, self._eos_token_ids, never)
+        return GrammarConstraint(compiled.deep_copy(), self._masks, self._eos_token_ids, never)
 
     @cached_property
     def _masks(self) -> _MaskBatch:
@@ -196,7 +196,7 @@ class _MaskBatch:
         return self._words
 
 
-class TokenGrammar(Constraint):
+class GrammarConstraint(Constraint):
     """Constrains one output to a grammar; see `graphdecode.engine.constraint.Constraint`.
 
     `never` are tokens that the matcher allows where the output may end, but that do not end the model's outputs.

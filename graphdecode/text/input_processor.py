@@ -16,7 +16,7 @@ from graphdecode.engine.engine import as_int64, derived_seed
 from graphdecode.engine.request import RequestRules
 from graphdecode.errors import ArgumentError, shown
 from graphdecode.text.grammar import Grammars
-from graphdecode.text.light_tokenizer import is_tokenizers_own
+from graphdecode.text.light_tokenizer import is_tokenizer_error
 from graphdecode.text.outputs import CompletionOutput, RequestOutput, RequestState
 
 
@@ -204,7 +204,7 @@ class InputProcessor:
             with self._encoding:
                 return list(self._tokenizer(list(texts), verbose=False, add_special_tokens=special).input_ids)
         except BaseException as error:
-            if not is_tokenizers_own(error):
+            if not is_tokenizer_error(error):
                 raise
             wrong = shown(texts[0] if len(texts) == 1 else list(texts))
             raise ArgumentError(

@@ -13,7 +13,7 @@ from graphdecode.memory import collector_paused
 from graphdecode.models.gguf.files import SUFFIX
 from graphdecode.models.gguf.tokenizer import read_gguf_tokenizer
 from graphdecode.models.source import ModelSourceError, refuse_pointer
-from graphdecode.text.light_tokenizer import LightTokenizer, is_tokenizers_own, light_folder_tokenizer
+from graphdecode.text.light_tokenizer import LightTokenizer, is_tokenizer_error, light_folder_tokenizer
 
 _READ_BY_TRANSFORMERS = (".json", ".jinja", ".model", ".txt", ".py")
 _ANOTHER_TOKENIZER = (
@@ -77,7 +77,7 @@ def _checked(folder: Path, trust_remote_code: bool, replaceable: bool) -> Any:
         ids = tokenizer("a", verbose=False).input_ids  # a damaged tokenizer may fail here
         tokenizer.backend_tokenizer.decode(ids)
     except BaseException as error:
-        if isinstance(error, GraphdecodeError) or not is_tokenizers_own(error):
+        if isinstance(error, GraphdecodeError) or not is_tokenizer_error(error):
             raise
         code = _code_of(folder)
         if code is not None and not trust_remote_code:

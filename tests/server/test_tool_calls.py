@@ -146,7 +146,7 @@ def test_a_call_is_told_as_soon_as_it_is_whole() -> None:
 
 @pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
 def test_a_template_tells_its_format(form: ToolFormat) -> None:
-    assert format_of(f"{{{{ x }}}}{form.sign}") is form
+    assert format_of(f"{{{{ x }}}}{form.marker}") is form
     assert format_of("{{ messages }}") is None
     assert format_of(None) is None
 

@@ -211,12 +211,12 @@ class Cluster:
                 log.warning("%r: %s", request.custom_id, lost)
         return 503, HttpError(503, f"{ATTEMPTS} replicas ended while processing it").body
 
-    def close(self, *, at_once: bool = False) -> None:
+    def close(self, *, force: bool = False) -> None:
         """End the replicas, and Ray if it was started here; a later deployment by another command stays."""
         if not ray.is_initialized():
             return
         joined = self._replicas.ray_address is not None
-        if (joined or not at_once) and self._deployed_at is not None and self._latest() == self._deployed_at:
+        if (joined or not force) and self._deployed_at is not None and self._latest() == self._deployed_at:
             serve.delete(self._application)
         ray.shutdown()
 

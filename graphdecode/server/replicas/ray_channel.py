@@ -19,7 +19,7 @@ from starlette.types import Message, Scope
 
 from graphdecode.config import ServerConfig
 from graphdecode.server.replicas.front import LostError, make_front
-from graphdecode.server.replicas.routing import OwnRequests, RoutedPrefixes, choose
+from graphdecode.server.replicas.routing import RequestsInFlight, RoutedPrefixes, choose
 
 LEASE_HEADER = "x-graphdecode-lease"  # header of a request over HTTP
 _SENT = ("type", "http_version", "method", "scheme", "path", "query_string", "root_path", "headers", "client", "server")
@@ -43,7 +43,7 @@ class PrefixRouter(RequestRouter):
         self.slack: int = kwargs["slack"]
         self.policy: str = kwargs["policy"]
         self.prefixes: RoutedPrefixes[ReplicaID] = RoutedPrefixes()
-        self.own: OwnRequests[ReplicaID] = OwnRequests()
+        self.own: RequestsInFlight[ReplicaID] = RequestsInFlight()
         self.draw = random.Random()
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:

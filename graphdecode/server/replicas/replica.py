@@ -119,7 +119,7 @@ class Replica:
 
     async def __del__(self) -> None:
         """End the engine; Ray calls this when no request is in flight, or time is up."""
-        self.service.close(at_once=True)
+        self.service.close(force=True)
 
 
 def _signed(app: ASGIApp, name: str) -> ASGIApp:

@@ -62,7 +62,7 @@ class RoutedPrefixes(Generic[R]):
             del self._holders[block]
 
 
-class OwnRequests(Generic[R]):
+class RequestsInFlight(Generic[R]):
     """This front's requests in flight at each replica.
 
     A replica reports its total, of all fronts, when it accepts a request; but Ray drops that after ten seconds, and
