@@ -104,6 +104,7 @@ class RequestState:
     ) -> None:
         self.output = output
         self.request = request
+        self.request_id = -1  # the engine's, once it was submitted
         self.pieces: deque[str] = deque()  # text that was not read yet
         self.on_change: Callable[[], None] = lambda: None  # called at each change, in the thread that brought it
         self._tokenizer = tokenizer
