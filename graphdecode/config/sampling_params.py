@@ -128,7 +128,6 @@ def _param(default: Any, values: Values | None = None, help: str = "", *flags: s
     return field(default=default, metadata={"values": values, "option": Option(help, flags, metavar) if help else None})
 
 
-@refusing(SAMPLING_PARAMS)
 @dataclass(frozen=True)
 class SamplingParams:
     """Sampling and stopping of one request; the names and defaults are vLLM's.
@@ -280,6 +279,7 @@ class SamplingParams:
             raise ArgumentError(f"{name} must be {expected}, got {shown(getattr(self, name))}")
 
 
+SamplingParams.__init__ = refusing(SAMPLING_PARAMS)(SamplingParams.__init__)  # type: ignore[method-assign]
 _VALUES: dict[str, Values] = {
     each.name: each.metadata["values"] for each in fields(SamplingParams) if each.metadata.get("values") is not None
 }

@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias, Unpack
 
-from graphdecode.config.vllm_names import no_attribute, refusing_calls
+from graphdecode.config.vllm_names import CALL_KEYWORDS, no_attribute, refusing
 from graphdecode.engine import SamplingParams
 from graphdecode.errors import AnswerError, ArgumentError
 from graphdecode.text.arguments import LoRARequest, Prompt, as_params, as_priorities, as_prompt
@@ -103,7 +103,7 @@ class AsyncLLM:
         self._thread = threading.Thread(target=self._run, name="graphdecode-engine", daemon=True)
         self._thread.start()
 
-    @refusing_calls()
+    @refusing(CALL_KEYWORDS)
     def generate(
         self,
         prompt: Prompt,
@@ -115,18 +115,9 @@ class AsyncLLM:
     ) -> AsyncIterator[RequestOutput]:
         """Yield the output of one prompt so far at each change; leaving the iterator aborts the request.
 
-        `structured_outputs` are compiled in a thread: a large one delays only its own request.
-
-        Args:
-            prompt: as for `LLM.generate`.
-            sampling_params: None means the defaults.
-            request_id: id of the outputs; None: a number.
-            priority: the lowest is served first.
-            lora_request: the adapter; see `LLM.stream`.
-
-        Raises:
-            ValueError: not a prompt, or it can never fit.
-            AnswerError: this was closed, or a step of the engine failed.
+        `structured_outputs` are compiled in a thread: a large one delays only its own request. `request_id` is that of
+        the outputs; None: a number. Arguments and errors are those of `LLM.stream`, with any `n`, and an `AnswerError`
+        if this was closed or a step failed.
         """
         (params,) = as_params(sampling_params, 1)
         item = as_prompt(prompt)
@@ -135,7 +126,7 @@ class AsyncLLM:
         make = partial(self.llm.input_processor.process, item, params, priority=first, adapter=adapter)
         return self._outputs(make, params, request_id)
 
-    @refusing_calls(*ChatOptions.__annotations__)
+    @refusing(CALL_KEYWORDS, *ChatOptions.__annotations__)
     def chat(
         self,
         messages: Sequence[Message],
@@ -147,13 +138,7 @@ class AsyncLLM:
     ) -> AsyncIterator[RequestOutput]:
         """Generate the next message of one conversation, as `generate` does for a prompt.
 
-        Args:
-            messages: one conversation; these, `sampling_params` and `options` are as for `LLM.chat`.
-            lora_request: the adapter; see `LLM.stream`.
-
-        Raises:
-            ValueError: messages are malformed, there is no chat template, or the conversation can never fit.
-            AnswerError: this was closed, or a step of the engine failed.
+        Arguments and errors are those of `LLM.chat`.
         """
         (params,) = as_params(self.llm.default_chat_params() if sampling_params is None else sampling_params, 1)
         chat = render_chat(self.llm.tokenizer, messages, **options)
