@@ -57,6 +57,9 @@ class LightTokenizer:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name == "special_tokens_map":  # while a copy is made
             raise AttributeError(name)
+        if name in ("bos_token_id", "eos_token_id"):
+            token = self.special_tokens_map.get(name.removesuffix("_id"))
+            return None if token is None else self.backend_tokenizer.token_to_id(token)
         return getattr(self.full, name)
 
     def __len__(self) -> int:
@@ -108,16 +111,6 @@ class LightTokenizer:
         messages = [dict(message) for message in conversation]
         return _compiled(template).render(messages=messages, **(given | variables))
 
-    @property
-    def bos_token_id(self) -> int | None:
-        """The beginning-of-sequence token."""
-        return self._id_of("bos_token")
-
-    @property
-    def eos_token_id(self) -> int | None:
-        """The end-of-sequence token."""
-        return self._id_of("eos_token")
-
     def _bare(self) -> Any:
         """Return the backend without truncation and padding, which a call of `full` may have set."""
         if self.backend_tokenizer.truncation is not None:
@@ -125,11 +118,6 @@ class LightTokenizer:
         if self.backend_tokenizer.padding is not None:
             self.backend_tokenizer.no_padding()
         return self.backend_tokenizer
-
-    def _id_of(self, use: str) -> int | None:
-        token = self.special_tokens_map.get(use)
-        found: int | None = None if token is None else self.backend_tokenizer.token_to_id(token)
-        return found
 
     @cached_property
     def full(self) -> Any:
