@@ -103,8 +103,8 @@ def _sized(
     lengths = [len(checkpoint.tokenizer(text, verbose=False).input_ids) for text in texts]
     if most is not None and most > 0:
         lengths = [min(length, most) for length in lengths]
-    outputs = len(texts) * params.n
-    return fitted(settings, lengths, params.max_tokens, outputs=outputs, trained_length=checkpoint.trained_length)
+    outputs, length = len(texts) * params.n, checkpoint.trained_length
+    return fitted(settings, lengths, params.max_tokens, outputs=outputs, trained_length=length)
 
 
 def _collect_prompts(arguments: list[str], options: list[str], file: Path | None) -> list[str]:

@@ -93,13 +93,10 @@ def table_of(
     title: str | None = None,
     is_open: bool = False,
 ) -> Table:
-    """Return a table with one line per row.
+    """Return a table with one line per row; `columns` are functions that return the cell of a row, by head.
 
-    Args:
-        columns: head -> function that returns the cell of a row.
-        left: heads of left-aligned columns; the first of them is not wrapped.
-        title: stands above it.
-        is_open: it has no lines but the one below the heads.
+    Columns with a head in `left` are left-aligned, and the first of them is not wrapped. `is_open`: no lines but the
+    one below the heads.
     """
     from rich import box
     from rich.table import Table
@@ -166,22 +163,14 @@ def with_settings(*fields: str) -> _Decorator:
 
 
 def settings_of(config: Path | None, **options: Any) -> EngineConfig:
-    """Return the settings of a configuration file (None: the defaults) with options, and load their modules.
-
-    Raises:
-        ArgumentError: the file or an option cannot be used.
-    """
+    """Return the settings of a file (None: defaults) with options, and load their modules; raises `ArgumentError`."""
     found = EngineConfig.of(config, **options)
     load_modules(found.load_modules)
     return found
 
 
 def stdin_text() -> str:
-    """Return the text of standard input.
-
-    Raises:
-        ArgumentError: it is not UTF-8.
-    """
+    """Return the text of standard input; raises `ArgumentError` if it is not UTF-8."""
     try:
         return sys.stdin.buffer.read().decode("utf-8")
     except UnicodeDecodeError as error:

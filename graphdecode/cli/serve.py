@@ -61,7 +61,7 @@ def check_extra(doing: str, extra: str = "serve") -> None:
 
 
 def service_maker(
-    model: str, tokenizer: str | None, settings: EngineConfig, limits: ServerConfig
+    model: str, tokenizer: str | None, settings: EngineConfig, server_config: ServerConfig
 ) -> Callable[[], Service]:
     """Return a picklable factory of a model's service; for arguments and errors see `find_checkpoint`."""
     from graphdecode import __version__
@@ -70,17 +70,17 @@ def service_maker(
     from graphdecode.text.chat import read_template, render_chat
 
     checkpoint = find_checkpoint(model, tokenizer, settings)
-    if limits.chat_template is not None:
-        checkpoint.tokenizer.chat_template = read_template(Path(limits.chat_template).expanduser())
+    if server_config.chat_template is not None:
+        checkpoint.tokenizer.chat_template = read_template(Path(server_config.chat_template).expanduser())
         render_chat(checkpoint.tokenizer, [{"role": "user", "content": "Hello"}])  # raises if it is not a template
     return partial(
         Service,
         checkpoint.path,
-        limits.served_model_name or (Path(model).name if Path(model).exists() else model),
+        server_config.served_model_name or (Path(model).name if Path(model).exists() else model),
         checkpoint.tokenizer,
         generation_defaults(checkpoint.path),
         settings,
-        limits,
+        server_config,
         version=__version__,
         progress=stderr_console().is_terminal,
     )
@@ -120,10 +120,10 @@ def serve(
     check_extra("serving")
 
     settings = settings_of(config, **overrides)
-    limits, replicas = load_server_config(config, **serving), load_replica_config(config, **scale)
+    server_config, replicas = load_server_config(config, **serving), load_replica_config(config, **scale)
     if replicas.enabled:
         prepare_ray("replicas", replicas)
-        if limits.lora_folder is not None:
+        if server_config.lora_folder is not None:
             raise ArgumentError(
                 "lora_folder: a request would load an adapter in only one of several engines; use lora_modules"
             )
@@ -133,7 +133,7 @@ def serve(
     # its process imports torch while this one does
     engine = None if replicas.enabled else start_engine_process()
     try:
-        _run(service_maker(model, tokenizer, settings, limits), settings, limits, replicas, engine)
+        _run(service_maker(model, tokenizer, settings, server_config), settings, server_config, replicas, engine)
     except BaseException:
         if engine is not None:
             engine.process.kill()
@@ -143,7 +143,7 @@ def serve(
 def _run(
     make_service: Callable[[], Service],
     settings: EngineConfig,
-    limits: ServerConfig,
+    server_config: ServerConfig,
     replicas: ReplicaConfig,
     engine: ConnectedChild | None,
 ) -> None:
@@ -158,21 +158,22 @@ def _run(
     if replicas.enabled and not replicas.direct:  # behind Ray's proxies
         from graphdecode.server.replicas.cluster import Cluster
 
-        if replicas.ray_address is None or limits.port == 0:  # the proxies of a cluster may have the port already
-            with bind(limits.host, limits.port) as free:
-                limits = replace(limits, port=free.getsockname()[1])
+        # the proxies of a cluster may have the port already
+        if replicas.ray_address is None or server_config.port == 0:
+            with bind(server_config.host, server_config.port) as free:
+                server_config = replace(server_config, port=free.getsockname()[1])
         service = make_service()
-        ready = partial(_print_ready, service, f"http://{limits.host}:{limits.port}")
-        asyncio.run(Cluster(make_service, settings, limits, replicas, "proxy").run(ready))
+        ready = partial(_print_ready, service, f"http://{server_config.host}:{server_config.port}")
+        asyncio.run(Cluster(make_service, settings, server_config, replicas, "proxy").run(ready))
         return
-    bound = bind(limits.host, limits.port)
+    bound = bind(server_config.host, server_config.port)
     service = make_service()
     service.client.prestarted = engine
-    ready = partial(_print_ready, service, f"http://{limits.host}:{bound.getsockname()[1]}")
+    ready = partial(_print_ready, service, f"http://{server_config.host}:{bound.getsockname()[1]}")
     if replicas.enabled:
         from graphdecode.server.replicas.cluster import Cluster
 
-        cluster = Cluster(make_service, settings, limits, replicas, "direct")
+        cluster = Cluster(make_service, settings, server_config, replicas, "direct")
         asyncio.run(run(cluster, cluster.app, bound, ready))
     else:
         asyncio.run(run(service, lambda: make_app(service), bound, ready))
@@ -212,21 +213,21 @@ def batch(
     settings = settings_of(config, **overrides)
     # no other clients have to be served
     endless = {"max_waiting": _UNBOUNDED, "request_timeout_s": 0.0, "otlp_traces_endpoint": None}
-    limits = load_server_config(config, **endless, **serving)
+    server_config = load_server_config(config, **endless, **serving)
     replicas = load_replica_config(config, **scale)
     if ray:
         prepare_ray("a batch with --ray", replicas)
         settings = settings_per_engine(settings, replicas)
     elif scale:
         raise ArgumentError("--replicas and --ray-address are for a batch with --ray")
-    requested = BatchInput(requests, limits.max_body_bytes)
+    requested = BatchInput(requests, server_config.max_body_bytes)
     if answers.exists() and answers.samefile(requests):
         raise ArgumentError(f"INPUT and OUTPUT must be two files, got {answers} for both")
     output = BatchOutput(answers, requested.custom_ids)
     try:
         if len(output.answered) < len(requested.custom_ids):
-            make_service = service_maker(model, tokenizer, settings, limits)
-            _run_all(make_service, settings, limits, replicas if ray else None, requested, output)
+            make_service = service_maker(model, tokenizer, settings, server_config)
+            _run_all(make_service, settings, server_config, replicas if ray else None, requested, output)
     finally:
         output.close()
         typer.echo(f"{answers} has the responses to {len(output.answered)} of {len(requested.custom_ids)} requests")
@@ -238,7 +239,7 @@ def batch(
 def _run_all(
     make_service: Callable[[], Service],
     settings: EngineConfig,
-    limits: ServerConfig,
+    server_config: ServerConfig,
     replicas: ReplicaConfig | None,
     requests: BatchInput,
     output: BatchOutput,
@@ -258,7 +259,7 @@ def _run_all(
     else:
         from graphdecode.server.replicas.cluster import Cluster
 
-        cluster = Cluster(make_service, settings, limits, replicas, "calls", application="graphdecode-batch")
+        cluster = Cluster(make_service, settings, server_config, replicas, "calls", application="graphdecode-batch")
         run = partial(run_batch, cluster, cluster.answer, window=window * replicas.bounds[1])
     began = time.perf_counter()
     total, before = len(requests.custom_ids), len(output.answered)

@@ -49,8 +49,7 @@ _AUTO_PREFILL_TOKENS = {"cuda": 2048, "cpu": 512}  # prompt tokens of one engine
 class BucketConfig:
     """Capacity and buckets of a runtime: the sections [capacity], [buckets], [capture] and [loop] of a file.
 
-    Raises:
-        ConfigError: a value is invalid.
+    Invalid values of any configuration are a `ConfigError`.
     """
 
     max_batch_size: int = key("capacity", 64, integer(1, 65536), "Rows: sequences that are decoded at the same time.")
@@ -141,9 +140,6 @@ class EngineConfig:
     """All settings of an engine: its buckets, and the sections [scheduling] and [model] of a file.
 
     A `torch.dtype` and a `torch.device` are kept by their names.
-
-    Raises:
-        ConfigError: a value is invalid.
     """
 
     buckets: BucketConfig = field(default_factory=BucketConfig)
@@ -359,10 +355,8 @@ class EngineConfig:
     ) -> EngineConfig:
         """Return a configuration, or the defaults, with some fields, the buckets' too, overridden.
 
-        Raises:
-            ConfigError: a value or the file cannot be used.
-            ArgumentError: `config` has another type.
-            TypeError: there is no such field.
+        Raises `ConfigError` for a value or file that cannot be used, `ArgumentError` for another type of `config`,
+        `TypeError` if there is no such field.
         """
         known = [each.field for each in (*keys_of(BucketConfig), *keys_of(EngineConfig))]
         check_known(sorted(keywords), known, SETTINGS)
@@ -438,11 +432,7 @@ DOWNSCALING_FACTOR = 0.25
 
 @dataclass(frozen=True)
 class ServerConfig:
-    """Settings of the server: address, access and limits.
-
-    Raises:
-        ConfigError: a value is invalid.
-    """
+    """Settings of the server: address, access and limits."""
 
     host: str = key(
         SERVER, "127.0.0.1", matching(r"\S+", "an address or a host's name", "HOST"), "Address to listen on."
@@ -528,11 +518,7 @@ class ServerConfig:
 
 @dataclass(frozen=True)
 class ReplicaConfig:
-    """Settings of replicas on Ray: how many, where, and how requests are routed.
-
-    Raises:
-        ConfigError: a value is invalid.
-    """
+    """Settings of replicas on Ray: how many, where, and how requests are routed."""
 
     count: int | None = key(
         REPLICAS,

@@ -25,7 +25,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from graphdecode.config import ServerConfig
 from graphdecode.errors import shown
 from graphdecode.server.completions import GENERATING, Endpoint, rendered_chat
-from graphdecode.server.http import HANDLERS, HttpError, error_response, until_gone
+from graphdecode.server.http import HANDLERS, HttpError, error_response, unless_disconnected
 from graphdecode.server.preprocessing import Preprocessor
 from graphdecode.server.protocol import B, Detokenize, LoadAdapter, Tokenize, UnloadAdapter
 from graphdecode.server.service import Service
@@ -96,10 +96,10 @@ def caller_of(scope: MutableMapping[str, Any]) -> str:
     return host
 
 
-def own_names(limits: ServerConfig) -> tuple[str, ...] | None:
+def own_names(config: ServerConfig) -> tuple[str, ...] | None:
     """Return the host names, besides localhost, that requests may use; None: any."""
-    names, address = tuple(limits.allowed_hosts), _address(limits.host)
-    is_local = limits.host == "localhost" or (address is not None and address.is_loopback)
+    names, address = tuple(config.allowed_hosts), _address(config.host)
+    is_local = config.host == "localhost" or (address is not None and address.is_loopback)
     return None if "*" in names or not (names or is_local) else names
 
 
@@ -219,7 +219,7 @@ def make_app(service: Service) -> Starlette:
         return Response(status_code=200 if service.is_healthy else 503)
 
     metrics_type = "text/plain; version=0.0.4; charset=utf-8"
-    posted: list[tuple[str, Endpoint[Any, Any, Response]]] = [
+    posted: list[tuple[str, Endpoint]] = [
         *GENERATING.items(),
         ("/tokenize", Endpoint(Tokenize, prepared_tokens, _as_json)),
         ("/detokenize", Endpoint(Detokenize, prepared_text, _as_json)),
@@ -239,10 +239,10 @@ def make_app(service: Service) -> Starlette:
         Route("/", _get(lambda _: FileResponse(_PAGE / "index.html", headers=_PAGE_HEADERS))),
         Mount("/page", StaticFiles(directory=_PAGE)),
     ]
-    limits, middleware = service.limits, list[Middleware]()
-    if (names := own_names(limits)) is not None:
+    config, middleware = service.config, list[Middleware]()
+    if (names := own_names(config)) is not None:
         middleware.append(Middleware(Guard, check=partial(check_host, names)))
-    if origins := limits.cors_origins:
+    if origins := config.cors_origins:
         middleware.append(Middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"]))
     if service.api_keys:
         middleware.append(Middleware(Guard, check=partial(check_key, service.api_keys)))
@@ -259,7 +259,7 @@ def _get(endpoint: Callable[[Request], Response | dict[str, Any]]) -> Callable[[
     return answered
 
 
-def _post(service: Service, endpoint: Endpoint[Any, Any, Response]) -> Callable[[Request], Awaitable[Response]]:
+def _post(service: Service, endpoint: Endpoint) -> Callable[[Request], Awaitable[Response]]:
     """Return a handler that passes bodies to an endpoint."""
 
     async def answered(request: Request) -> Response:
@@ -267,7 +267,9 @@ def _post(service: Service, endpoint: Endpoint[Any, Any, Response]) -> Callable[
         if media_type != "application/json":  # a browser sends others from any origin
             raise HttpError(415, f"the content type must be application/json, got {media_type[:100]!r}")
         async with service.bodies.read(request) as data:
-            response = await until_gone(request.receive, endpoint.respond(service, data, caller_of(request.scope)))
+            response = await unless_disconnected(
+                request.receive, endpoint.respond(service, data, caller_of(request.scope))
+            )
         if response is None:
             raise HttpError(499, "the client disconnected")
         return response

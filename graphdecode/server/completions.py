@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Seque
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 from starlette.responses import Response
@@ -29,7 +29,7 @@ from graphdecode.server.http import (
     as_json,
     error_response,
     sse_event,
-    until_gone,
+    unless_disconnected,
 )
 from graphdecode.server.preprocessing import Preprocessor
 from graphdecode.server.protocol import ChatCompletion, Completion, GeneratingPath, Generation, StreamOptions, Tokenize
@@ -152,12 +152,12 @@ class Reply(Response, ABC):
         failed: Exception | None = None
         sending = self._stream(send) if self.body_fields.stream else self._whole(scope, receive, send)
         try:
-            await until_gone(receive, sending)
+            await unless_disconnected(receive, sending)
         except Exception as error:
             failed = error
         finally:
             self._room.close()
-        if self.service.limits.log_requests:
+        if self.service.config.log_requests:
             for cursor in self.cursors:
                 prompt, output = cursor.parent.output, cursor.state.output
                 requested = prompt.prompt_token_ids if prompt.prompt is None else prompt.prompt
@@ -269,26 +269,22 @@ async def _send_more(send: Send, data: bytes) -> None:
     await send({"type": "http.response.body", "body": data, "more_body": True})
 
 
-B = TypeVar("B", bound=protocol.Body)
-P = TypeVar("P")
-R = TypeVar("R", covariant=True)
-
 _MAX_PARTS_HERE = 64  # bodies with more are prepared in a child process; these take some milliseconds
 _LIMITS = JobLimits(cpu_seconds=20, wall_seconds=60.0, memory_bytes=1 << 30)
 _DEFAULT_MAX_TOKENS = 16  # OpenAI's
 
 
 @dataclass(frozen=True)
-class Endpoint(Generic[B, P, R]):
+class Endpoint:
     """Parses and prepares a body, in a child process if that takes long, and makes the response."""
 
-    kind: type[B]
-    prepare: Callable[[Preprocessor, B], P]  # raises HttpError or ArgumentError
-    answer: Callable[[Service, P, str], Awaitable[R]]  # takes a prepared body and its caller
+    body_type: type[protocol.Body]
+    prepare: Callable[[Preprocessor, Any], Any]  # raises HttpError or ArgumentError
+    answer: Callable[[Service, Any, str], Awaitable[Any]]  # takes a prepared body and its caller
 
-    async def respond(self, service: Service, data: bytes, caller: str) -> R:
+    async def respond(self, service: Service, data: bytes, caller: str) -> Any:
         """Return the response to a body, or raise `HttpError`."""
-        if issubclass(self.kind, protocol.Generation):
+        if issubclass(self.body_type, protocol.Generation):
             service.check_room(1)
         prepared = None
         if len(data) <= LARGE_BYTES:
@@ -306,17 +302,14 @@ class Endpoint(Generic[B, P, R]):
 
     def prepared(
         self, preprocessor: Preprocessor, data: bytes, *, in_child: bool
-    ) -> tuple[P, tuple[str, ...], str | None] | None:
-        """Parse and prepare a body; return it with the names of its unknown fields and its model's name.
+    ) -> tuple[Any, tuple[str, ...], str | None] | None:
+        """Parse and prepare a body; return it with the names of its unknown fields and its model's name, unchecked.
 
-        Args:
-            in_child: this is a child process; otherwise None is returned for a slow body, or one with a template.
-
-        Raises:
-            HttpError: the body cannot be used; its model is not checked.
+        None, but not in a child process, for a slow body or one with a template. Raises `HttpError` if it cannot be
+        used.
         """
         try:
-            body = self.kind.model_validate_json(data)
+            body = self.body_type.model_validate_json(data)
         except ValidationError as error:
             message, location, code = protocol.problem_of(error)
             raise HttpError(400, message, param=str(location[0]) if location else None, code=code) from None
@@ -332,10 +325,10 @@ class Endpoint(Generic[B, P, R]):
         except HttpError:
             raise
         except GraphdecodeError as error:
-            raise as_http_error(error, frozenset(self.kind.model_fields)) from error
+            raise as_http_error(error, frozenset(self.body_type.model_fields)) from error
 
 
-def _prepared(preprocessor: Preprocessor, endpoint: Endpoint[Any, Any, Any], data: bytes) -> Any:
+def _prepared(preprocessor: Preprocessor, endpoint: Endpoint, data: bytes) -> Any:
     return endpoint.prepared(preprocessor, data, in_child=True)
 
 
@@ -526,7 +519,7 @@ def rendered_chat(
     preprocessor: Preprocessor, body: ChatCompletion | Tokenize, *, with_tools: bool = True
 ) -> RenderedChat:
     """Render and tokenize a conversation; raises `HttpError` for a forbidden template, or `ArgumentError`."""
-    if body.chat_template is not None and not preprocessor.limits.trust_request_chat_template:
+    if body.chat_template is not None and not preprocessor.config.trust_request_chat_template:
         message = "chat_template is refused: it is a program, and [server] trust_request_chat_template is false"
         raise HttpError(400, message, param="chat_template")
     if body.messages and body.chat_template is None and not preprocessor.tokenizer.chat_template:
@@ -577,7 +570,7 @@ async def _generate(reply: type[Reply], service: Service, prepared: Prepared, ca
     return reply(service, prepared, await service.parent_requests(caller, prepared.prompts, prepared.structured))
 
 
-GENERATING: dict[GeneratingPath, Endpoint[Any, Any, Reply]] = {
+GENERATING: dict[GeneratingPath, Endpoint] = {
     "/v1/completions": Endpoint(Completion, prepared_completion, partial(_generate, CompletionReply)),
     "/v1/chat/completions": Endpoint(ChatCompletion, prepared_chat, partial(_generate, ChatReply)),
 }

@@ -250,9 +250,7 @@ class EngineClient:
     async def change_adapter(self, name: str, folder: str | None) -> None:
         """Load an adapter, or forget it (None), while requests are served.
 
-        Raises:
-            ArgumentError: it cannot be used, or none has that name.
-            AnswerError: the engine is restarting.
+        Raises `ArgumentError` if it cannot be used or none has that name, `AnswerError` during a restart.
         """
         if not self.serves:
             raise AnswerError("the engine is restarting; try again in a few seconds", RESTARTING)

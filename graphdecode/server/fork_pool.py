@@ -155,8 +155,8 @@ class FairSemaphore:
 class ForkPool:
     """Client of the fork server, for use from one event loop; it starts the process when needed.
 
-    A job that takes more than a second is started again in a lane for slow ones. `state_maker` returns a picklable
-    function that makes, in the fork server, the first argument of all jobs; `modules` are imported there once.
+    A job that takes more than a second is started again among slow ones. `state_maker` returns a picklable function
+    that makes, in the fork server, the first argument of all jobs; `modules` are imported there once.
     """
 
     def __init__(
@@ -178,12 +178,11 @@ class ForkPool:
     async def run(
         self, function: Callable[..., Any], *arguments: Any, limits: JobLimits, caller: str, size: int
     ) -> Any:
-        """Return what `function(state, *arguments)` returns in a child; cancelling kills it.
+        """Return what `function(state, *arguments)` returns in a child, or raise its `GraphdecodeError`; cancelling
+        kills it.
 
-        Raises:
-            GraphdecodeError: what the function raised.
-            JobError: it exceeded a limit.
-            HttpError: too many jobs wait, the machine is under load, or the process has ended.
+        Raises `JobError` if it exceeds a limit, `HttpError` if too many jobs wait, the machine is under load, or the
+        process has ended.
         """
         job = Job(function, arguments, limits)
         quick = limits._replace(cpu_seconds=_QUICK_CPU_SECONDS, wall_seconds=self._timeouts.quick_seconds)

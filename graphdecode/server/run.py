@@ -147,7 +147,7 @@ def bind(host: str, port: int) -> socket.socket:
 class ServedModel(Protocol):
     """An engine (`Service`), or several (`Cluster`)."""
 
-    limits: ServerConfig
+    config: ServerConfig
     draining: bool  # new requests are refused
 
     @property
@@ -186,7 +186,7 @@ async def run(
             sys.exit(128 + shutdown.signal)
         loading.result()
         on_signals(shutdown.take_signal)  # loading may have replaced the handlers: Ray does
-        server = make_server(make_app(), served.limits)
+        server = make_server(make_app(), served.config)
         shutdown.on_second_signal = server.end_now
         serving = asyncio.ensure_future(server.serve(sockets=[bound]))
         while not server.started and not serving.done():
@@ -203,18 +203,18 @@ async def run(
         bound.close()
 
 
-def make_server(app: ASGIApp, limits: ServerConfig) -> _Server:
+def make_server(app: ASGIApp, config: ServerConfig) -> _Server:
     """Return a server of an application."""
     bounds = {
-        "timeout_seconds": limits.idle_timeout_s or None,
-        "max_connections": limits.max_connections,
-        "max_message_bytes": _FRAMING * limits.max_body_bytes + MAX_HEAD_BYTES,
+        "timeout_seconds": config.idle_timeout_s or None,
+        "max_connections": config.max_connections,
+        "max_message_bytes": _FRAMING * config.max_body_bytes + MAX_HEAD_BYTES,
     }
     protocol = type("BoundedProtocol", (BoundedProtocol,), bounds)
     logger = logging.getLogger("uvicorn.error")
     if _is_unexpected not in logger.filters:
         logger.addFilter(_is_unexpected)
-    config = uvicorn.Config(
+    uvicorn_config = uvicorn.Config(
         app,
         interface="asgi3",  # uvicorn cannot infer it from a method that Ray has wrapped
         lifespan="off",
@@ -225,10 +225,10 @@ def make_server(app: ASGIApp, limits: ServerConfig) -> _Server:
         backlog=_BACKLOG,
         http=protocol,
         ws="none",
-        timeout_keep_alive=int(limits.idle_timeout_s) or 5,
+        timeout_keep_alive=int(config.idle_timeout_s) or 5,
         timeout_graceful_shutdown=1,
     )
-    return _Server(config)
+    return _Server(uvicorn_config)
 
 
 class _Server(uvicorn.Server):
@@ -279,7 +279,7 @@ class _Shutdown:
         if running:
             log.warning("finishing %d requests; a second signal ends immediately", running)
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self._served.limits.drain_timeout_s):
+            async with asyncio.timeout(self._served.config.drain_timeout_s):
                 while self._served.num_open and not self.forced.is_set():
                     await asyncio.sleep(_POLL_SECONDS)
 

@@ -182,9 +182,7 @@ class GrammarCompiler:
     async def grammar(self, params: StructuredOutputsParams, caller: str) -> str:
         """Return the grammar of a structured output.
 
-        Raises:
-            ArgumentError: it is invalid, or compiling it takes too long.
-            HttpError: it could not be compiled now.
+        Raises `ArgumentError` if it is invalid or takes too long, `HttpError` if it could not be compiled now.
         """
         data = json.dumps(asdict(params)).encode()
         digest = hashlib.blake2b(data).digest()

@@ -195,9 +195,8 @@ def messages_with_tools(
 ) -> list[Any]:
     """Describe tools in messages, for templates without tools; calls become content, results become user messages.
 
-    Args:
-        choice: the request's `tool_choice`.
-        to_user: describe them in the user's first message, for templates without system messages.
+    `choice` is the request's `tool_choice`. `to_user`: in the user's first message, for templates without system
+    messages.
     """
     plain = _as_plain(messages)
     if not tools:

@@ -151,12 +151,12 @@ class HttpChannel(RayChannel):
 class Ingress:
     """The front as Ray's proxies call it."""
 
-    def __init__(self, replicas: DeploymentHandle, limits: ServerConfig) -> None:
+    def __init__(self, replicas: DeploymentHandle, config: ServerConfig) -> None:
         self._replicas = replicas
-        self._limits = limits
+        self._config = config
 
     def __serve_build_asgi_app__(self) -> Starlette:
-        return make_front(RayChannel(self._replicas), self._limits)[0]
+        return make_front(RayChannel(self._replicas), self._config)[0]
 
 
 async def _asgi_messages(response: aiohttp.ClientResponse) -> AsyncGenerator[Message, None]:

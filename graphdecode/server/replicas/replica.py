@@ -40,7 +40,7 @@ class Replica:
         if listens:
             node = ray.util.get_node_ip_address()
             bound = bind(node, 0)
-            server = make_server(self._leased, self.service.limits)
+            server = make_server(self._leased, self.service.config)
             self._serving = asyncio.create_task(server.serve(sockets=[bound]))
             self._address = f"http://{node}:{bound.getsockname()[1]}"
 
