@@ -122,7 +122,7 @@ if not TYPE_CHECKING:  # a checker that saw this would let any misspelt name pas
         elif not name.startswith("_") and util.find_spec(f"graphdecode.{name}") is not None:
             return import_module(f"graphdecode.{name}")
         else:
-            beyond = import_module("graphdecode.errors").beyond_flashinfer(name)
+            beyond = import_module("graphdecode.errors").flashinfer_hint(name)
             raise AttributeError(f"module 'graphdecode' has no attribute {name!r}{beyond}")
         globals()[name] = value
         return value

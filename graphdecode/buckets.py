@@ -146,11 +146,7 @@ class StepShape(NamedTuple):
 
 
 class ShapeLadder:
-    """The shapes that have a graph, sorted by tokens; given in any order, with duplicates.
-
-    Raises:
-        ArgumentError: for some number of queries there is no shape of `max_batch_size` rows.
-    """
+    """The shapes that have a graph, sorted by tokens; an ArgumentError if `max_batch_size` rows lack one."""
 
     def __init__(self, shapes: Iterable[StepShape], max_batch_size: int) -> None:
         self.shapes: tuple[StepShape, ...] = tuple(sorted(set(shapes), key=lambda shape: (shape.tokens, shape)))
@@ -173,8 +169,7 @@ class ShapeLadder:
     def fit(self, wanted: StepShape) -> StepShape | None:
         """Return the smallest shape for a step; None if it has too many prompt tokens.
 
-        Raises:
-            ArgumentError: it has too many rows, or another number of queries than any shape.
+        Raises `ArgumentError` if it has too many rows, or another number of queries than any shape.
         """
         found = self._fits.get(wanted)
         if found is None:

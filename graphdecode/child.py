@@ -35,10 +35,7 @@ def start_child(
 ) -> subprocess.Popen[bytes]:
     """Start a module as a process, with signals blocked until it calls `leave_signals` after its imports.
 
-    Args:
-        module: its name.
-        descriptors: its arguments: descriptors to inherit, or -1.
-        environment: variables in addition to this process's.
+    Its arguments are `descriptors`, which it inherits, or -1; `environment` is in addition to this process's.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _LEFT_TO_PARENT)  # inherited by the child
     try:

@@ -69,7 +69,7 @@ _OF_FLASHINFER = {  # part of a name -> what to use instead
 }
 
 
-def beyond_flashinfer(name: str) -> str:
+def flashinfer_hint(name: str) -> str:
     """Return the hint for a name of FlashInfer that its surface here lacks; "" for other names."""
     found = next((instead for part, instead in _OF_FLASHINFER.items() if part in name.lower()), None)
     if found is None:

@@ -19,8 +19,8 @@ from command_line import ROOT, run_command
 from rich.cells import cell_len
 
 from graphdecode import LLM, SamplingParams, StructuredOutputsParams
-from graphdecode.cli.answer_terminal import WrappedText, prompt_progress, repeats_at_the_end
 from graphdecode.cli.chat import ChatSession, answer, history_file, make_prompt_session, print_figures
+from graphdecode.cli.terminal import WrappedText, prompt_progress, repeats_at_the_end
 from graphdecode.models import resolve_model_path
 from graphdecode.text import Conversation
 

@@ -9,8 +9,7 @@ import torch
 
 from graphdecode import ArgumentError
 from graphdecode.config import BucketConfig, ConfigError, EngineConfig
-from graphdecode.config.key import keys_of
-from graphdecode.config.toml_file import toml_value
+from graphdecode.config.key import keys_of, toml_value
 from making.configuration import default_file, reference
 
 ROOT = Path(__file__).parent.parent

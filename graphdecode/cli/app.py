@@ -21,11 +21,11 @@ from graphdecode.cli.buckets import buckets
 from graphdecode.cli.chat import chat
 from graphdecode.cli.generate import generate
 from graphdecode.cli.models import convert, models, quantize
-from graphdecode.cli.options import OPTIONS, print_error
+from graphdecode.cli.options import print_error
 from graphdecode.cli.profile import profile
 from graphdecode.cli.serve import batch, serve
 from graphdecode.cli.step import check, inspect
-from graphdecode.config.key import keys_of
+from graphdecode.config.settings import all_keys
 from graphdecode.errors import ArgumentError, GraphdecodeError, cause
 from graphdecode.extensions import version_of
 
@@ -114,7 +114,7 @@ def _root(
     """Declare the global options; `main` reads `--debug`."""
 
 
-def _occupy_standard_streams() -> None:
+def _reopen_standard_streams() -> None:
     """Open closed standard streams, so that no file gets their numbers; raise ArgumentError if output is closed."""
     closed = [name for name in ("stdin", "stdout", "stderr") if getattr(sys, name) is None]
     for name in closed:
@@ -130,10 +130,10 @@ def _end(number: int, _frame: FrameType | None) -> None:
     sys.exit(_SIGNALLED + number)
 
 
-def _as_typed(message: str) -> str:
+def _with_flag(message: str) -> str:
     """Replace the setting's name at the beginning of an error by the option, if that was given."""
     name, _, rest = message.partition(" ")
-    fields = {name} | {key.field for config in OPTIONS for key in keys_of(config) if key.name == name}
+    fields = {name} | {key.field for key in all_keys() if key.name == name}
     command: Any = typer.main.get_command(app)
     given = [argument.partition("=")[0] for argument in sys.argv[1:]]
     for word in given:
@@ -150,7 +150,7 @@ def main() -> None:
     """
     before = signal.signal(signal.SIGTERM, _end)
     try:
-        _occupy_standard_streams()
+        _reopen_standard_streams()
         arguments = [argument for argument in sys.argv[1:] if argument != "--debug"]
         status = app(arguments, standalone_mode=False)  # of `typer.Exit`, or None
         sys.stdout.flush()
@@ -173,7 +173,7 @@ def main() -> None:
         if isinstance(error, OSError) and error.filename is not None:
             message = f"{error.filename}: {cause(error)}"
         if message:  # empty after a command's help
-            print_error(_as_typed(" ".join(message.split())))
+            print_error(_with_flag(" ".join(message.split())))
         sys.exit(2)
     finally:
         signal.signal(signal.SIGTERM, before)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -62,18 +62,18 @@ def tune(
     from graphdecode.profiling.ladder_trial import try_ladders
 
     counts = tuner.read_batch_sizes(record)
-    base = settings.buckets
-    top, today = base.max_batch_size, base.ladder
+    top, today = settings.buckets.max_batch_size, settings.buckets.ladder
     if max(counts) > top:
         raise ArgumentError(
             f"{record} has batches of up to {max(counts)} rows, and max_batch_size is {top} in "
             f"{config or 'the default configuration'}: give the one that the load was recorded with as --config"
         )
-    base = base.with_limits(max_graphs=len(today) if max_graphs is None else max_graphs)
+    max_graphs = len(today) if max_graphs is None else max_graphs
+    settings = settings.with_settings(max_graphs=max_graphs)
     measured = read_profile(profile) if profile else None
     cost = tuner.StepCost.linear(top) if measured is None else tuner.StepCost.from_profile(measured, top)
     graph_cost = None if measured is None else tuner.GraphCost.from_profile(measured, top)
-    figures = tuner.compare_ladders(counts, today, cost, base.max_graphs, graph_cost)
+    figures = tuner.compare_ladders(counts, today, cost, max_graphs, graph_cost)
     console = wide_console()
     print_table(console, _ladder_table(f"{counts.total()} steps of {record}; cost: {cost.source}", figures))
     wide = [] if measured is None else tuner.query_costs(measured)
@@ -82,7 +82,7 @@ def tune(
     if counts.total() < _FEW_STEPS:
         few = f"{record} has only {counts.total()} steps: the ladder may not fit any other load"
         console.print(f"{few}; record some minutes of real requests", style="yellow", soft_wrap=True)
-    tuned = replace(settings, buckets=base.with_limits(batch_sizes=list(figures[-1].sizes)))
+    tuned = settings.with_settings(batch_sizes=figures[-1].sizes)
     out.write_text(tuned.to_toml(), encoding="utf-8")
     console.print(f"wrote {out}", soft_wrap=True)
     trial: Trial | None = None
@@ -101,7 +101,7 @@ def tune(
             "environment": describe_environment(resolve_device(measuring.device)),
             "cost": cost.source,
             "max_batch_size": top,
-            "max_graphs": base.max_graphs,
+            "max_graphs": max_graphs,
             "batch_sizes": {str(size): counts[size] for size in sorted(counts)},
             "ladders": [asdict(row) for row in figures],
             "query_costs": [asdict(cost) for cost in wide],
@@ -248,8 +248,9 @@ def _memory_table(
     free, weights = free_bytes(device), weight_bytes(model, settings, dtype, device, quantize=engine.quantize)
     parameters = num_parameters(settings)
     keeps = ", most of them quantized as stored" if weights < parameters * dtype.itemsize else ""
-    slots = (engine.max_adapters, engine.max_adapter_rank)
-    adapters = adapter_bytes(settings, *slots, dtype, adapt_experts=engine.adapt_experts)
+    adapters = adapter_bytes(
+        settings, engine.max_adapters, engine.max_adapter_rank, dtype, adapt_experts=engine.adapt_experts
+    )
     capacity = plan_capacity(engine, settings, dtype, device, available_bytes=max(free - weights - adapters, 0))
     pages, per_row, rolling = capacity.total_num_pages, capacity.pages_per_row, capacity.rolling
     cache = capacity.page_bytes * (pages + 1)
@@ -262,18 +263,12 @@ def _memory_table(
     of_states = f"of {config.max_batch_size} rows, and one for padding" + "; prefixes are not shared" * (not kept)
     of_kept = f"of {engine.state_checkpoints} prefixes, at most one for {engine.state_checkpoint_tokens} tokens"
     limit = f"; pages may take {config.memory_fraction:.0%} of it" if config.total_num_pages == "auto" else ""
-    windows: tuple[tuple[str, int, str], ...] = ()
-    if rolling is not None:
-        each = f"{rolling.pages} pages a row for {sum(rolling.layers)} layers with a window"
-        windows = (("of windows", capacity.rolling_bytes, each),)
+    layers, ring = (0, 0) if rolling is None else (sum(rolling.layers), rolling.pages)
+    slots = f"{engine.max_adapters} slots of rank {engine.max_adapter_rank}"
     lines = (
         ("free now", free, f"on {device.type}"),
         ("weights", weights, f"{parameters / 1e6:.1f} million parameters in {name}{keeps}"),
-        *(
-            [("adapters", adapters, f"{engine.max_adapters} slots of rank {engine.max_adapter_rank}")]
-            if adapters
-            else []
-        ),
+        ("adapters", adapters, slots),
         ("left for pages", free - weights - adapters, f"what the weights leave{limit}"),
         (
             "key-value cache",
@@ -281,11 +276,11 @@ def _memory_table(
             f"{pages} pages of {config.page_size} tokens, and one for padding, {capacity.page_bytes / 2**10:.1f} KiB "
             f"each: {pages / per_row:.1f} of {config.max_batch_size} rows at {capacity.max_sequence_length} tokens",
         ),
-        *windows,
-        *([("recurrent states", states, of_states)] if states else []),
-        *([("checkpoints", kept, of_kept)] if kept else []),
-        *([("states of drafts", drafted, f"{draft_states_of(engine)} queries of all rows")] if drafted else []),
-        *([("experts' adapters", pairs, "what they add in a pass")] if pairs else []),
+        ("of windows", capacity.rolling_bytes, f"{ring} pages a row for {layers} layers with a window"),
+        ("recurrent states", states, of_states),
+        ("checkpoints", kept, of_kept),
+        ("states of drafts", drafted, f"{draft_states_of(engine)} queries of all rows"),
+        ("experts' adapters", pairs, "what they add in a pass"),
         ("left" if left >= 0 else "missing", abs(left), "for graphs and buffers" if left >= 0 else "it does not fit"),
     )
     columns: dict[str, Callable[[tuple[str, int, str]], str]] = {
@@ -293,7 +288,8 @@ def _memory_table(
         "MiB": lambda line: f"{line[1] / 2**20:.1f}",
         "of what": lambda line: line[2],
     }
-    return table_of(lines, columns, left=["what", "of what"], title=f"memory for {model} in {name} on {device.type}")
+    shown = [line for line in lines if line[1] or line is lines[-1]]
+    return table_of(shown, columns, left=["what", "of what"], title=f"memory for {model} in {name} on {device.type}")
 
 
 buckets.command(

@@ -16,7 +16,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from graphdecode.cli.answer_terminal import (
+from graphdecode.cli.checkpoint import find_checkpoint, fitted
+from graphdecode.cli.options import (
+    MODEL_OPTIONS,
+    ConfigOption,
+    TokenizerOption,
+    print_error,
+    print_message,
+    settings_of,
+    stdin_text,
+    with_options,
+    with_settings,
+)
+from graphdecode.cli.terminal import (
     WrappedText,
     prompt_progress,
     repeats_at_the_end,
@@ -24,19 +36,7 @@ from graphdecode.cli.answer_terminal import (
     run_summary,
     typing_hidden,
 )
-from graphdecode.cli.checkpoint import find_checkpoint, fitted
-from graphdecode.cli.options import (
-    CHAT_OPTIONS,
-    MODEL_OPTIONS,
-    ConfigOption,
-    TokenizerOption,
-    print_error,
-    print_message,
-    sampling,
-    settings_of,
-    stdin_text,
-    with_settings,
-)
+from graphdecode.config.sampling_params import SamplingParams
 from graphdecode.errors import ArgumentError, GraphdecodeError, cause
 
 if TYPE_CHECKING:
@@ -55,6 +55,8 @@ _HELP = """\
 Enter sends; Esc and then Enter, or Alt-Enter, begins another line; Up and Down go through the history.
 Ctrl-C stops the output. What is typed meanwhile is kept for the next line."""
 _LEAVE = ("exit", "quit")
+_PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+_SAMPLING_OPTIONS = ("temperature", "top_k", "top_p", "min_p", *_PENALTIES, "seed", "stop")
 _print_message = partial(print_message, style="dim")
 
 
@@ -226,7 +228,7 @@ def _warn_of_repeats(conversation: Conversation) -> None:
         )
 
 
-@sampling(*CHAT_OPTIONS)
+@with_options("sampling", (SamplingParams,), *_SAMPLING_OPTIONS)
 @with_settings("max_sequence_length", *MODEL_OPTIONS)
 def chat(
     overrides: dict[str, Any],
@@ -264,7 +266,7 @@ def chat(
         settings = settings_of(config, **overrides)
         if lora is not None and not settings.max_adapters:
             settings = settings.with_settings(max_adapters=1)
-        from graphdecode import LLM, LoRARequest, SamplingParams
+        from graphdecode import LLM, LoRARequest
         from graphdecode.memory import collector_spared
         from graphdecode.text import Conversation, render_chat
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,14 +21,9 @@ class FoundCheckpoint(NamedTuple):
 def find_checkpoint(
     model: str, tokenizer: str | None, settings: EngineConfig, max_sequence_length: int | None = None
 ) -> FoundCheckpoint:
-    """Resolve and check a model, and load its tokenizer.
+    """Resolve and check a model, and load its tokenizer, or another one.
 
-    Args:
-        tokenizer: instead of the model's own.
-        max_sequence_length: the option; at most what the model was trained for.
-
-    Raises:
-        ArgumentError: there is no such model, or it cannot be loaded.
+    `max_sequence_length` is the option: at most what the model was trained for. Raises `ArgumentError`.
     """
     from graphdecode.models import check_model, resolve_model_path
     from graphdecode.text import load_tokenizer
@@ -49,12 +43,9 @@ def find_checkpoint(
 def fitted(
     settings: EngineConfig, prompt_lengths: Sequence[int], max_tokens: int | None, *, outputs: int, trained_length: int
 ) -> EngineConfig:
-    """Return the settings with no more capacity and graphs than some prompts need.
+    """Return the settings with no more capacity and graphs than prompts of these lengths, at least one, need.
 
-    Args:
-        prompt_lengths: tokens of each prompt; at least one prompt.
-        max_tokens: per output; None: up to the capacity.
-        trained_length: tokens of a sequence that the model was trained for.
+    `max_tokens` is per output; None: up to the capacity.
     """
     from graphdecode.models import resolve_device
 
@@ -68,5 +59,5 @@ def fitted(
         sizes = [size for size in buckets.ladder if size <= rows]
     # not on a GPU, where the cache takes the memory that a later capture would need
     when = "idle" if resolve_device(settings.device).type == "cpu" else buckets.capture_when
-    fitting = replace(buckets, max_batch_size=rows, max_sequence_length=length, batch_sizes=sizes, capture_when=when)
-    return replace(settings, buckets=fitting)
+    limits = {"max_batch_size": rows, "max_sequence_length": length, "batch_sizes": sizes}
+    return settings.with_settings(**limits, capture_when=when)

@@ -13,29 +13,30 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from graphdecode.cli.answer_terminal import run_summary
 from graphdecode.cli.checkpoint import FoundCheckpoint, find_checkpoint, fitted
 from graphdecode.cli.options import (
     MODEL_OPTIONS,
-    SAMPLING_OPTIONS,
     ConfigOption,
     ModelOption,
     TokenizerOption,
+    options_of,
     print_error,
     print_message,
-    sampling,
     settings_of,
     stdin_text,
+    with_options,
     with_settings,
 )
+from graphdecode.cli.terminal import run_summary
+from graphdecode.config.sampling_params import SamplingParams
 from graphdecode.errors import ArgumentError, cause
 
 if TYPE_CHECKING:
-    from graphdecode import LLM, RequestOutput, SamplingParams
+    from graphdecode import LLM, RequestOutput
     from graphdecode.config import EngineConfig
 
 
-@sampling(*SAMPLING_OPTIONS)
+@with_options("sampling", (SamplingParams,), *options_of(SamplingParams))
 @with_settings("max_batch_size", "max_sequence_length", *MODEL_OPTIONS, "batch_invariant", "prefix_cache")
 def generate(
     sampling: dict[str, Any],
@@ -60,9 +61,11 @@ def generate(
         raise ArgumentError("--logprobs and --prompt-logprobs need --json")
     if max_tokens < 1 and "prompt_logprobs" not in sampling:
         raise ArgumentError(f"--max-tokens must be an integer >= 1 (0 with --prompt-logprobs), got {max_tokens}")
+    if "logit_bias" in sampling:
+        sampling["logit_bias"] = dict(map(_bias, sampling["logit_bias"]))
     texts = _collect_prompts(prompts or [], prompt or [], prompts_file)
     settings = settings_of(config, **overrides)
-    from graphdecode import LLM, SamplingParams
+    from graphdecode import LLM
     from graphdecode.memory import collector_spared
 
     given = {"seed": settings.seed, **sampling, "max_tokens": max_tokens}
@@ -100,8 +103,8 @@ def _sized(
     lengths = [len(checkpoint.tokenizer(text, verbose=False).input_ids) for text in texts]
     if most is not None and most > 0:
         lengths = [min(length, most) for length in lengths]
-    outputs = len(texts) * params.n
-    return fitted(settings, lengths, params.max_tokens, outputs=outputs, trained_length=checkpoint.trained_length)
+    outputs, length = len(texts) * params.n, checkpoint.trained_length
+    return fitted(settings, lengths, params.max_tokens, outputs=outputs, trained_length=length)
 
 
 def _collect_prompts(arguments: list[str], options: list[str], file: Path | None) -> list[str]:
@@ -119,6 +122,14 @@ def _collect_prompts(arguments: list[str], options: list[str], file: Path | None
     if not texts:
         raise ArgumentError("there is no prompt: give --prompt TEXT, --prompts-file FILE, or - to read stdin")
     return texts
+
+
+def _bias(text: str) -> tuple[int, float]:
+    token, _, value = text.partition("=")
+    try:
+        return int(token), float(value)
+    except ValueError:
+        raise ArgumentError(f"--logit-bias must be a token id and a number, such as 42=-5, got {text!r}") from None
 
 
 def _print_outputs(llm: LLM, texts: list[str], params: SamplingParams, as_json: bool) -> list[RequestOutput]:

@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args, get_origin,
 
 import typer
 
-from graphdecode.config import BucketConfig, EngineConfig, ReplicaConfig, ServerConfig
+from graphdecode.config import BucketConfig, EngineConfig
 from graphdecode.config.key import Option
-from graphdecode.config.sampling_params import SamplingParams
 from graphdecode.errors import ArgumentError, cause
 from graphdecode.extensions import load_modules
 
@@ -25,6 +24,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 Row = TypeVar("Row")
+_Decorator = Callable[[Callable[..., None]], Callable[..., None]]
 ModelOption = Annotated[
     str, typer.Option(help="What `graphdecode models` lists, a checkpoint folder, or a repository id.")
 ]
@@ -48,17 +48,6 @@ MODEL_OPTIONS = (  # settings of the commands that run a model
     "tensor_parallel_size",
     "model_impl",
     "trust_remote_code",
-)
-CHAT_OPTIONS = (
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "seed",
-    "stop",
 )
 
 
@@ -104,13 +93,10 @@ def table_of(
     title: str | None = None,
     is_open: bool = False,
 ) -> Table:
-    """Return a table with one line per row.
+    """Return a table with one line per row; `columns` are functions that return the cell of a row, by head.
 
-    Args:
-        columns: head -> function that returns the cell of a row.
-        left: heads of left-aligned columns; the first of them is not wrapped.
-        title: stands above it.
-        is_open: it has no lines but the one below the heads.
+    Columns with a head in `left` are left-aligned, and the first of them is not wrapped. `is_open`: no lines but the
+    one below the heads.
     """
     from rich import box
     from rich.table import Table
@@ -124,25 +110,22 @@ def table_of(
     return table
 
 
-def field_options(config: type) -> dict[str, Any]:
-    """Return typer's options for the fields of a dataclass, by name."""
-    hints = get_type_hints(config, localns={"Sequence": list, "Mapping": _Pairs})
-    return {
-        each.name: _annotated(each, hints[each.name])
-        for each in dataclasses.fields(config)
-        if each.metadata.get("option") is not None
-    }
-
-
-class _Pairs(dict[Any, Any]):
-    """A mapping, given as texts at the shell."""
+@functools.cache
+def options_of(*configs: type) -> dict[str, Any]:
+    """Return typer's options for the fields of dataclasses, by name."""
+    found: dict[str, Any] = {}
+    for config in configs:
+        hints = get_type_hints(config, localns={"Sequence": list})
+        options = [each for each in dataclasses.fields(config) if each.metadata.get("option") is not None]
+        found |= {each.name: _annotated(each, hints[each.name]) for each in options}
+    return found
 
 
 def _annotated(field: dataclasses.Field[Any], hint: Any) -> Any:
     option: Option = field.metadata["option"]
     kinds = [kind for kind in (get_args(hint) or (hint,)) if kind is not NoneType]
     kind = next((kind for kind in kinds if get_origin(kind) is list), kinds[0])
-    if get_origin(hint) is _Pairs or any(get_origin(kind) is _Pairs for kind in kinds):
+    if get_origin(kind) is Mapping:  # given as texts
         kind = list[str]
     flags = option.flags
     if kind is bool and not flags:
@@ -153,16 +136,15 @@ def _annotated(field: dataclasses.Field[Any], hint: Any) -> Any:
     return Annotated[kind | None, typer.Option(*flags, metavar=metavar, help=option.help, show_default=shown_default)]
 
 
-def with_options(
-    name: str, options: Mapping[str, Any], read: Callable[[dict[str, Any]], dict[str, Any]] = dict
-) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command some options; those that are given are passed as one dict argument, through `read`."""
+def with_options(name: str, configs: tuple[type, ...], *fields: str) -> _Decorator:
+    """Give a command the options of some fields of dataclasses; those that are given are passed as one dict, `name`."""
+    options = {field: options_of(*configs)[field] for field in fields}
 
     def with_options(command: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(command)
         def called(**given: Any) -> None:
             values = {key: given.pop(key, None) for key in options}
-            command(**given, **{name: read({key: value for key, value in values.items() if value not in (None, [])})})
+            command(**given, **{name: {key: value for key, value in values.items() if value not in (None, [])}})
 
         own = inspect.signature(command, eval_str=True)
         parameters = [parameter for key, parameter in own.parameters.items() if key != name]
@@ -175,40 +157,20 @@ def with_options(
     return with_options
 
 
-OPTIONS: dict[type, dict[str, Any]] = {  # options of all settings, by field
-    config: field_options(config) for config in (BucketConfig, EngineConfig, ServerConfig, ReplicaConfig)
-}
-
-
-def chosen(config: type, *fields: str) -> dict[str, Any]:
-    """Return the options of some fields of a configuration."""
-    return {name: OPTIONS[config][name] for name in fields}
-
-
-def with_settings(*fields: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command the options of some fields of `BucketConfig` and `EngineConfig`, and `load_modules`, as
-    `overrides`."""
-    known = OPTIONS[BucketConfig] | OPTIONS[EngineConfig]
-    return with_options("overrides", {name: known[name] for name in (*fields, "load_modules")})
+def with_settings(*fields: str) -> _Decorator:
+    """Give a command the options of some settings, and `load_modules`, as `overrides`."""
+    return with_options("overrides", (BucketConfig, EngineConfig), *fields, "load_modules")
 
 
 def settings_of(config: Path | None, **options: Any) -> EngineConfig:
-    """Return the settings of a configuration file (None: the defaults) with options, and load their modules.
-
-    Raises:
-        ArgumentError: the file or an option cannot be used.
-    """
+    """Return the settings of a file (None: defaults) with options, and load their modules; raises `ArgumentError`."""
     found = EngineConfig.of(config, **options)
     load_modules(found.load_modules)
     return found
 
 
 def stdin_text() -> str:
-    """Return the text of standard input.
-
-    Raises:
-        ArgumentError: it is not UTF-8.
-    """
+    """Return the text of standard input; raises `ArgumentError` if it is not UTF-8."""
     try:
         return sys.stdin.buffer.read().decode("utf-8")
     except UnicodeDecodeError as error:
@@ -218,7 +180,7 @@ def stdin_text() -> str:
 def print_error(message: str) -> None:
     """Print an error as one line on standard error."""
     # names from files may hold control characters, or surrogates
-    safe = "".join(sign if sign.isprintable() else repr(sign)[1:-1] for sign in message)
+    safe = "".join(character if character.isprintable() else repr(character)[1:-1] for character in message)
     print_message(f"error: {safe}", style="red", is_prose=False)
 
 
@@ -227,23 +189,3 @@ def print_message(message: str, style: str | None = None, *, is_prose: bool = Tr
     console = stderr_console()
     is_exact = not (is_prose and console.is_terminal)
     console.print(message, style=style, highlight=False, soft_wrap=is_exact, markup=False)
-
-
-_SAMPLING = field_options(SamplingParams)
-SAMPLING_OPTIONS = tuple(_SAMPLING)
-
-
-def sampling(*fields: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command the options of some fields of `SamplingParams`, as `sampling`."""
-    return with_options("sampling", {name: _SAMPLING[name] for name in fields}, _with_biases)
-
-
-def _with_biases(given: dict[str, Any]) -> dict[str, Any]:
-    biases = {}
-    for text in given.get("logit_bias", ()):
-        token, _, value = text.partition("=")
-        try:
-            biases[int(token)] = float(value)
-        except ValueError:
-            raise ArgumentError(f"--logit-bias must be a token id and a number, such as 42=-5, got {text!r}") from None
-    return given | ({"logit_bias": biases} if biases else {})

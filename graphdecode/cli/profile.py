@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -55,7 +54,7 @@ def profile(
 
     if config is None:  # a cache no larger than needed
         longest = max(*lengths, 1) + STEPS_PER_STAGING
-        settings = replace(settings, buckets=settings.buckets.with_limits(max_sequence_length=longest))
+        settings = settings.with_settings(max_sequence_length=longest)
     runner = load_runner(model, settings, prefix_cache=False, progress=True)
     runner.graphs.capture(progress=True, kinds=["steps"])
     profiler = LatencyProfiler(runner, steps=steps)

@@ -20,7 +20,6 @@ from graphdecode.cli.options import (
     ConfigOption,
     ModelOption,
     TokenizerOption,
-    chosen,
     print_error,
     print_message,
     settings_of,
@@ -62,7 +61,7 @@ def check_extra(doing: str, extra: str = "serve") -> None:
 
 
 def service_maker(
-    model: str, tokenizer: str | None, settings: EngineConfig, limits: ServerConfig
+    model: str, tokenizer: str | None, settings: EngineConfig, server_config: ServerConfig
 ) -> Callable[[], Service]:
     """Return a picklable factory of a model's service; for arguments and errors see `find_checkpoint`."""
     from graphdecode import __version__
@@ -71,44 +70,43 @@ def service_maker(
     from graphdecode.text.chat import read_template, render_chat
 
     checkpoint = find_checkpoint(model, tokenizer, settings)
-    if limits.chat_template is not None:
-        checkpoint.tokenizer.chat_template = read_template(Path(limits.chat_template).expanduser())
+    if server_config.chat_template is not None:
+        checkpoint.tokenizer.chat_template = read_template(Path(server_config.chat_template).expanduser())
         render_chat(checkpoint.tokenizer, [{"role": "user", "content": "Hello"}])  # raises if it is not a template
     return partial(
         Service,
         checkpoint.path,
-        limits.served_model_name or (Path(model).name if Path(model).exists() else model),
+        server_config.served_model_name or (Path(model).name if Path(model).exists() else model),
         checkpoint.tokenizer,
         generation_defaults(checkpoint.path),
         settings,
-        limits,
+        server_config,
         version=__version__,
         progress=stderr_console().is_terminal,
     )
 
 
-def prepare_ray(doing: str, several: ReplicaConfig) -> None:
+def prepare_ray(doing: str, replicas: ReplicaConfig) -> None:
     """Set the environment that Ray reads at import; raise ArgumentError if it is not installed."""
     check_extra(doing, "ray")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    if several.ray_address is None:
+    if replicas.ray_address is None:
         os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # listens only on the loopback interface
         os.environ.setdefault("RAY_worker_niceness", "0")  # engines are not background work
 
 
-def sharing(settings: EngineConfig, several: ReplicaConfig) -> EngineConfig:
+def settings_per_engine(settings: EngineConfig, replicas: ReplicaConfig) -> EngineConfig:
     """Return the settings of each of several engines; on a CPU they share the machine's memory."""
     import torch
 
     on_gpus = settings.device == "cuda" or (settings.device == "auto" and torch.cuda.is_available())
-    if on_gpus or several.ray_address is not None:
+    if on_gpus or replicas.ray_address is not None:
         return settings
-    fraction = settings.buckets.memory_fraction / several.bounds[1]
-    return replace(settings, buckets=settings.buckets.with_limits(memory_fraction=fraction))
+    return settings.with_settings(memory_fraction=settings.buckets.memory_fraction / replicas.bounds[1])
 
 
-@with_options("serving", chosen(ServerConfig, *_SERVER_OPTIONS))
-@with_options("scale", chosen(ReplicaConfig, "count", "autoscale", "ray_address", "direct"))
+@with_options("serving", (ServerConfig,), *_SERVER_OPTIONS)
+@with_options("scale", (ReplicaConfig,), "count", "autoscale", "ray_address", "direct")
 @with_settings("max_batch_size", "max_sequence_length", *MODEL_OPTIONS)
 def serve(
     overrides: dict[str, Any],
@@ -122,20 +120,20 @@ def serve(
     check_extra("serving")
 
     settings = settings_of(config, **overrides)
-    limits, several = load_server_config(config, **serving), load_replica_config(config, **scale)
-    if several.wanted:
-        prepare_ray("replicas", several)
-        if limits.lora_folder is not None:
+    server_config, replicas = load_server_config(config, **serving), load_replica_config(config, **scale)
+    if replicas.enabled:
+        prepare_ray("replicas", replicas)
+        if server_config.lora_folder is not None:
             raise ArgumentError(
                 "lora_folder: a request would load an adapter in only one of several engines; use lora_modules"
             )
-        settings = sharing(settings, several)
-    elif several.ray_address is not None or several.direct:
+        settings = settings_per_engine(settings, replicas)
+    elif replicas.ray_address is not None or replicas.direct:
         raise ArgumentError("ray_address and direct are for several engines: --replicas or --autoscale says how many")
     # its process imports torch while this one does
-    engine = None if several.wanted else start_engine_process()
+    engine = None if replicas.enabled else start_engine_process()
     try:
-        _run(service_maker(model, tokenizer, settings, limits), settings, limits, several, engine)
+        _run(service_maker(model, tokenizer, settings, server_config), settings, server_config, replicas, engine)
     except BaseException:
         if engine is not None:
             engine.process.kill()
@@ -145,8 +143,8 @@ def serve(
 def _run(
     make_service: Callable[[], Service],
     settings: EngineConfig,
-    limits: ServerConfig,
-    several: ReplicaConfig,
+    server_config: ServerConfig,
+    replicas: ReplicaConfig,
     engine: ConnectedChild | None,
 ) -> None:
     import asyncio
@@ -157,30 +155,31 @@ def _run(
 
     logging.basicConfig(format="%(levelname)s: %(message)s")
     logging.getLogger("graphdecode.server").setLevel(logging.INFO)
-    if several.wanted and not several.direct:  # behind Ray's proxies
+    if replicas.enabled and not replicas.direct:  # behind Ray's proxies
         from graphdecode.server.replicas.cluster import Cluster
 
-        if several.ray_address is None or limits.port == 0:  # the proxies of a cluster may have the port already
-            with bind(limits.host, limits.port) as free:
-                limits = replace(limits, port=free.getsockname()[1])
+        # the proxies of a cluster may have the port already
+        if replicas.ray_address is None or server_config.port == 0:
+            with bind(server_config.host, server_config.port) as free:
+                server_config = replace(server_config, port=free.getsockname()[1])
         service = make_service()
-        ready = partial(_say_ready, service, f"http://{limits.host}:{limits.port}")
-        asyncio.run(Cluster(make_service, settings, limits, several, "proxy").run(ready))
+        ready = partial(_print_ready, service, f"http://{server_config.host}:{server_config.port}")
+        asyncio.run(Cluster(make_service, settings, server_config, replicas, "proxy").run(ready))
         return
-    bound = bind(limits.host, limits.port)
+    bound = bind(server_config.host, server_config.port)
     service = make_service()
-    service.client.prepared = engine
-    ready = partial(_say_ready, service, f"http://{limits.host}:{bound.getsockname()[1]}")
-    if several.wanted:
+    service.client.prestarted = engine
+    ready = partial(_print_ready, service, f"http://{server_config.host}:{bound.getsockname()[1]}")
+    if replicas.enabled:
         from graphdecode.server.replicas.cluster import Cluster
 
-        cluster = Cluster(make_service, settings, limits, several, "direct")
+        cluster = Cluster(make_service, settings, server_config, replicas, "direct")
         asyncio.run(run(cluster, cluster.app, bound, ready))
     else:
         asyncio.run(run(service, lambda: make_app(service), bound, ready))
 
 
-def _say_ready(service: Service, address: str) -> None:
+def _print_ready(service: Service, address: str) -> None:
     print_message(f"serving {service.model_name} on {address}")
     path, body = "completions", {"prompt": "417+385=", "max_tokens": 16}
     if service.tokenizer.chat_template:
@@ -190,8 +189,8 @@ def _say_ready(service: Service, address: str) -> None:
     print_message(f"curl {address}/v1/{path} {key}--json '{json.dumps(body)}'", is_prose=False)  # to be copied
 
 
-@with_options("serving", chosen(ServerConfig, "served_model_name", "chat_template", "lora_modules"))
-@with_options("scale", chosen(ReplicaConfig, "count", "ray_address"))
+@with_options("serving", (ServerConfig,), "served_model_name", "chat_template", "lora_modules")
+@with_options("scale", (ReplicaConfig,), "count", "ray_address")
 @with_settings("max_batch_size", "max_sequence_length", *MODEL_OPTIONS)
 def batch(
     overrides: dict[str, Any],
@@ -214,21 +213,21 @@ def batch(
     settings = settings_of(config, **overrides)
     # no other clients have to be served
     endless = {"max_waiting": _UNBOUNDED, "request_timeout_s": 0.0, "otlp_traces_endpoint": None}
-    limits = load_server_config(config, **endless, **serving)
-    several = load_replica_config(config, **scale)
+    server_config = load_server_config(config, **endless, **serving)
+    replicas = load_replica_config(config, **scale)
     if ray:
-        prepare_ray("a batch with --ray", several)
-        settings = sharing(settings, several)
+        prepare_ray("a batch with --ray", replicas)
+        settings = settings_per_engine(settings, replicas)
     elif scale:
         raise ArgumentError("--replicas and --ray-address are for a batch with --ray")
-    requested = BatchInput(requests, limits.max_body_bytes)
+    requested = BatchInput(requests, server_config.max_body_bytes)
     if answers.exists() and answers.samefile(requests):
         raise ArgumentError(f"INPUT and OUTPUT must be two files, got {answers} for both")
     output = BatchOutput(answers, requested.custom_ids)
     try:
         if len(output.answered) < len(requested.custom_ids):
-            make_service = service_maker(model, tokenizer, settings, limits)
-            _run_all(make_service, settings, limits, several if ray else None, requested, output)
+            make_service = service_maker(model, tokenizer, settings, server_config)
+            _run_all(make_service, settings, server_config, replicas if ray else None, requested, output)
     finally:
         output.close()
         typer.echo(f"{answers} has the responses to {len(output.answered)} of {len(requested.custom_ids)} requests")
@@ -240,8 +239,8 @@ def batch(
 def _run_all(
     make_service: Callable[[], Service],
     settings: EngineConfig,
-    limits: ServerConfig,
-    several: ReplicaConfig | None,
+    server_config: ServerConfig,
+    replicas: ReplicaConfig | None,
     requests: BatchInput,
     output: BatchOutput,
 ) -> None:
@@ -254,14 +253,14 @@ def _run_all(
 
     logging.basicConfig(format="%(levelname)s: %(message)s")
     window = _IN_FLIGHT_PER_ROW * settings.buckets.max_batch_size
-    if several is None:
+    if replicas is None:
         service = make_service()
         run = partial(run_batch, service, partial(answer_request, service), window=window)
     else:
         from graphdecode.server.replicas.cluster import Cluster
 
-        cluster = Cluster(make_service, settings, limits, several, "calls", application="graphdecode-batch")
-        run = partial(run_batch, cluster, cluster.answer, window=window * several.bounds[1])
+        cluster = Cluster(make_service, settings, server_config, replicas, "calls", application="graphdecode-batch")
+        run = partial(run_batch, cluster, cluster.answer, window=window * replicas.bounds[1])
     began = time.perf_counter()
     total, before = len(requests.custom_ids), len(output.answered)
     with tqdm(total=total, initial=before, desc="requests", unit="request", leave=False, disable=None) as bar:

@@ -1,7 +1,13 @@
 """Configurations of a runtime, in Python and in TOML."""
 
-from graphdecode.config.server import ReplicaConfig, ServerConfig
-from graphdecode.config.settings import BucketConfig, EngineConfig, load_replica_config, load_server_config
+from graphdecode.config.settings import (
+    BucketConfig,
+    EngineConfig,
+    ReplicaConfig,
+    ServerConfig,
+    load_replica_config,
+    load_server_config,
+)
 from graphdecode.errors import ConfigError
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""Keys of configurations: section in the file, values and meaning.
+"""Keys of configurations: section in the file, values and meaning; reading and writing of files in TOML.
 
 A configuration is a frozen dataclass whose fields are made by `key`, from which reading and writing of files, checks
 and the reference are derived.
@@ -7,15 +7,20 @@ and the reference are derived.
 from __future__ import annotations
 
 import dataclasses
+import json
+import math
 import re
-from collections.abc import Callable
+import tomllib
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from numbers import Integral, Real
+from pathlib import Path
 from typing import Any, NamedTuple
 
-from graphdecode.errors import ConfigError, shown
+from graphdecode.errors import ConfigError, cause, shown
 
 _MOST_INTEGER = 2**31 - 1
-_MOST_NUMBER = 1e30  # an integer of a file may be too large to become a float
+_MOST_NUMBER = 1e30  # well within float32, the dtype of slots
 
 
 class Option(NamedTuple):
@@ -94,33 +99,38 @@ def check_keys(config: Any) -> None:
         each.check(getattr(config, each.field))
 
 
+def is_integer(value: Any, low: float = -math.inf, high: float = math.inf) -> bool:
+    """Whether a value is an integer, numpy's too, in a range."""
+    return isinstance(value, Integral) and not isinstance(value, bool) and low <= int(value) <= high
+
+
+def is_number(value: Any, low: float = -_MOST_NUMBER, high: float = _MOST_NUMBER) -> bool:
+    """Whether a value is a finite number in a range."""
+    # an integer may be too large to become a float
+    return isinstance(value, Real) and not isinstance(value, bool) and bool(low <= value <= high)  # type: ignore[operator]
+
+
 def integer(low: int, high: int = _MOST_INTEGER) -> Values:
     """Return the integers of a range; bools are not accepted."""
     limits = f"At least {low}." if high == _MOST_INTEGER else f"{low} to {high}."
-    accepts = lambda value: _is_integer(value) and low <= value <= high  # noqa: E731
-    return Values(f"an integer in {low}..{high}", accepts, limits=limits)
+    return Values(f"an integer in {low}..{high}", lambda value: is_integer(value, low, high), limits=limits)
 
 
 def long_integer() -> Values:
     """Return the 64-bit integers."""
-    return Values("an integer in -2^63..2^63-1", integer(-(2**63), 2**63 - 1).accepts)
+    return replace(integer(-(2**63), 2**63 - 1), expected="an integer in -2^63..2^63-1", limits="")
 
 
 def fraction() -> Values:
     """Return the numbers in (0, 1]."""
-    accepts = number(0).accepts
-    return Values(
-        "a number above 0 and at most 1", lambda value: accepts(value) and 0 < value <= 1, limits="Above 0, at most 1."
-    )
+    accepts = lambda value: is_number(value, 0, 1) and value > 0  # noqa: E731
+    return Values("a number above 0 and at most 1", accepts, limits="Above 0, at most 1.")
 
 
-def number(low: float) -> Values:
-    """Return the finite numbers >= `low`."""
-    return Values(
-        f"a number >= {low:g}",
-        lambda value: (_is_integer(value) or isinstance(value, float)) and low <= value <= _MOST_NUMBER,
-        limits=f"At least {low:g}.",
-    )
+def number(low: float, high: float = _MOST_NUMBER) -> Values:
+    """Return the finite numbers of a range."""
+    expected = f"a number >= {low:g}" if high == _MOST_NUMBER else f"a number in [{low:g}, {high:g}]"
+    return Values(expected, lambda value: is_number(value, low, high), limits=f"At least {low:g}.")
 
 
 def texts(metavar: str = "TEXT") -> Values:
@@ -143,7 +153,7 @@ def one_of(*choices: str) -> Values:
     return Values(expected, lambda value: isinstance(value, str) and value in choices, metavar="|".join(choices))
 
 
-def none_or(values: Values, example: str) -> Values:
+def none_or(values: Values, example: str = "") -> Values:
     """Return the values, and None (a key left out in a file)."""
     accepts = lambda value: value is None or values.accepts(value)  # noqa: E731
     return replace(values, expected=f"None or {values.expected}", accepts=accepts, example=example)
@@ -169,5 +179,89 @@ def integers() -> Values:
     )
 
 
-def _is_integer(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+class ConfigDocument:
+    """The checked keys of a configuration in TOML, or of a dict of its sections.
+
+    `text` is the file's, for line numbers in errors; `values` is section -> field of the configuration -> value.
+    Unknown keys and invalid values are a ConfigError.
+    """
+
+    def __init__(self, name: str, document: Mapping[str, Any], keys: Iterable[Key], text: str = "") -> None:
+        self._name, self._text = name, text
+        sections: dict[str, dict[str, Key]] = {}
+        for key in keys:
+            sections.setdefault(key.section, {})[key.name] = key
+        self.values: dict[str, dict[str, Any]] = {name: {} for name in sections}
+        for section, entries in document.items():
+            if section not in sections or not isinstance(entries, Mapping):
+                known = ", ".join(f"[{name}]" for name in sections)
+                raise ConfigError(f"{self._location(section)}: unknown section or key {shown(section)}; known: {known}")
+            for name, value in entries.items():
+                where = f"{self._location(section, name)}: [{section}] {name}"
+                if name not in sections[section]:
+                    raise ConfigError(f"{where}: unknown key; known: {', '.join(sections[section])}")
+                key = sections[section][name]
+                key.check(value, where)
+                self.values[section][key.field] = value
+
+    @classmethod
+    def read(cls, path: str | Path, keys: Iterable[Key]) -> ConfigDocument:
+        """Read a file; raises ConfigError if it cannot be used."""
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+            return cls(str(path), tomllib.loads(text), keys, text)
+        except ConfigError:
+            raise
+        except RecursionError as error:
+            raise ConfigError(f"{path}: it is nested too deeply") from error
+        except (OSError, ValueError) as error:  # not UTF-8, not TOML, or a number with thousands of digits
+            raise ConfigError(f"{path}: {cause(error)}") from error
+
+    def blamed(self, error: ConfigError) -> ConfigError:
+        """Return an error about several keys, with its location in the document."""
+        name = str(error).partition(" ")[0]
+        section = next((section for section, values in self.values.items() if name in values), "")
+        return ConfigError(f"{self._location(section, name)}: {error}")
+
+    def _location(self, section: str, name: str | None = None) -> str:
+        return f"{self._name}{_line_of(self._text, section, name)}"
+
+
+def written(config: Any, keys: Iterable[Key]) -> str:
+    """Return the text of a file with some of a configuration's keys; None is left out."""
+    lines: list[str] = []
+    section = None
+    for key in keys:
+        if key.section != section:
+            lines += [""] * (section is not None) + [f"[{key.section}]"]
+            section = key.section
+        value = getattr(config, key.field)
+        if value is not None:
+            lines.append(f"{key.name} = {toml_value(value)}")
+    return "\n".join([*lines, ""])
+
+
+def toml_value(value: Any) -> str:
+    """Return a value in TOML."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):  # JSON's escapes are TOML's, except for one character
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, tuple):
+        return "[" + ", ".join(map(toml_value, value)) + "]"
+    return str(value)
+
+
+def _line_of(text: str, section: str, name: str | None) -> str:
+    """Return `:line` of a section or of a key in it, or "" if it was not found."""
+    target = re.compile(rf"\s*\"?{re.escape(section if name is None else name)}\"?\s*[.=]")
+    current = None
+    for number, line in enumerate(text.splitlines(), 1):
+        header = re.match(r"\s*\[\s*([\w.-]+)\s*\]", line)
+        if header:
+            current = header.group(1)
+            if name is None and current == section:
+                return f":{number}"
+        elif current == (section if name is not None else None) and target.match(line):
+            return f":{number}"
+    return ""

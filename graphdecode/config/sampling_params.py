@@ -7,10 +7,21 @@ import math
 from collections.abc import Mapping, Sequence, Set
 from copy import copy
 from dataclasses import dataclass, field, fields
-from numbers import Integral, Real
 from typing import Any
 
-from graphdecode.config.key import Option, Values, boolean
+from graphdecode.config.key import (
+    Option,
+    Values,
+    boolean,
+    fraction,
+    integer,
+    is_integer,
+    is_number,
+    long_integer,
+    none_or,
+    number,
+    texts,
+)
 from graphdecode.config.vllm_names import SAMPLING_PARAMS, refusing
 from graphdecode.errors import ArgumentError, shown
 
@@ -18,8 +29,6 @@ from graphdecode.errors import ArgumentError, shown
 MAX_OUTPUTS = 1024
 MAX_STOP_STRINGS = 256
 MAX_STOP_LENGTH = 256  # characters of a stop text
-
-_LARGEST = 1e30  # well within float32, the dtype of slots
 
 _KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 _MAX_CHOICES = 10_000
@@ -61,16 +70,8 @@ class StructuredOutputsParams:
             raise ArgumentError(f"structured_outputs must have exactly one of {names}, got {found}")
         if self.structural_tag is not None:
             raise ArgumentError("structured_outputs: structural_tag is not supported; a grammar can say the same")
-        for name in ("regex", "grammar", "whitespace_pattern"):
-            value = getattr(self, name)
-            self._check(name, value is None or (isinstance(value, str) and value != ""), "a text that is not empty")
-        for name in ("disable_any_whitespace", "disable_additional_properties"):
-            self._check(name, isinstance(getattr(self, name), bool), "True or False")
-        self._check("json_object", self.json_object in (None, True, False), "True or None")
-        is_list = isinstance(self.choice, Sequence) and not isinstance(self.choice, str)
-        are_texts = is_list and all(isinstance(text, str) and text for text in self.choice or ())
-        is_good = self.choice is None or (are_texts and 0 < len(self.choice) <= _MAX_CHOICES)
-        self._check("choice", is_good, f"a list of 1..{_MAX_CHOICES} texts, none of them empty")
+        for name, values in _STRUCTURED.items():
+            self._check(name, values.accepts(getattr(self, name)), values.expected)
         self._check("json", self.json is None or isinstance(self.schema, Mapping), "a JSON Schema that is an object")
 
     @property
@@ -93,30 +94,33 @@ class StructuredOutputsParams:
             raise ArgumentError(f"structured_outputs: {name} must be {expected}, got {shown(getattr(self, name))}")
 
 
-def _is_number(value: Any, low: float = -_LARGEST, high: float = _LARGEST) -> bool:
-    # an integer may be too large to become a float
-    return isinstance(value, Real) and not isinstance(value, bool) and bool(low <= value <= high)  # type: ignore[operator]
-
-
-def _is_integer(value: Any, low: float = -math.inf, high: float = math.inf) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool) and low <= int(value) <= high
-
-
 def _is_listed(value: Any) -> bool:
     # tensors and arrays are not sequences here: `bool` of them raises
     return value is None or (isinstance(value, Sequence | Set) and not isinstance(value, str | bytes | bytearray))
 
 
 def _are_ids(value: Any) -> bool:
-    return _is_listed(value) and all(_is_integer(token, 0) for token in value or ())
+    return _is_listed(value) and all(is_integer(token, 0) for token in value or ())
 
 
-_AT_LEAST_0 = Values("a number >= 0", lambda value: _is_number(value, 0))
-_PENALTY = Values("a number in [-2, 2]", lambda value: _is_number(value, -2, 2))
-_COUNT = Values("None or an integer >= -1", lambda value: value is None or _is_integer(value, -1))
+def _are_texts(value: Any) -> bool:
+    return _is_listed(value) and all(isinstance(text, str) and text.strip() for text in value or ())
+
+
+_TEXT = Values("a text that is not empty", lambda text: text is None or (isinstance(text, str) and text != ""))
+_STRUCTURED = {
+    **dict.fromkeys(("regex", "grammar", "whitespace_pattern"), _TEXT),
+    **dict.fromkeys(("disable_any_whitespace", "disable_additional_properties"), boolean()),
+    "json_object": Values("True or None", lambda value: value in (None, True, False)),
+    "choice": Values(
+        f"a list of 1..{_MAX_CHOICES} texts, none of them empty",
+        lambda value: value is None or (texts().accepts(value) and 0 < len(value) <= _MAX_CHOICES),
+    ),
+}
+_PENALTY = number(-2, 2)
+_COUNT = none_or(integer(-1))
 _IDS = Values("a list of token ids >= 0", _are_ids)
 _SWITCH = boolean()
-_OUTPUTS = Values(f"an integer in 1..{MAX_OUTPUTS}", lambda n: _is_integer(n, 1, MAX_OUTPUTS))
 
 
 def _param(default: Any, values: Values | None = None, help: str = "", *flags: str, metavar: str | None = None) -> Any:
@@ -124,7 +128,6 @@ def _param(default: Any, values: Values | None = None, help: str = "", *flags: s
     return field(default=default, metadata={"values": values, "option": Option(help, flags, metavar) if help else None})
 
 
-@refusing(SAMPLING_PARAMS)
 @dataclass(frozen=True)
 class SamplingParams:
     """Sampling and stopping of one request; the names and defaults are vLLM's.
@@ -172,32 +175,20 @@ class SamplingParams:
         ValueError: a value outside its range, with the name, the value and the range.
     """
 
-    n: int = _param(1, _OUTPUTS, "Outputs per prompt.", "-n", "--n")
-    temperature: float = _param(1.0, _AT_LEAST_0, f"0 is greedy. {_CHECKPOINTS}")
-    top_k: int = _param(
-        0,
-        Values("an integer >= -1", lambda k: _is_integer(k, -1, 2**31 - 1)),
-        f"Sample among the k most likely tokens; 0 is all. {_CHECKPOINTS}",
-    )
+    n: int = _param(1, integer(1, MAX_OUTPUTS), "Outputs per prompt.", "-n", "--n")
+    temperature: float = _param(1.0, number(0), f"0 is greedy. {_CHECKPOINTS}")
+    top_k: int = _param(0, integer(-1), f"Sample among the k most likely tokens; 0 is all. {_CHECKPOINTS}")
     top_p: float = _param(
-        1.0,
-        Values("a number in (0, 1]", lambda p: _is_number(p, 0, 1) and p > 0),
-        f"Sample among the most likely tokens of this total probability. {_CHECKPOINTS}",
+        1.0, fraction(), f"Sample among the most likely tokens of this total probability. {_CHECKPOINTS}"
     )
-    min_p: float = _param(
-        0.0,
-        Values("a number in [0, 1]", lambda p: _is_number(p, 0, 1)),
-        f"Smallest probability, relative to the most likely token. {_CHECKPOINTS}",
-    )
+    min_p: float = _param(0.0, number(0, 1), f"Smallest probability, relative to the most likely token. {_CHECKPOINTS}")
     seed: int | None = _param(
         None,
-        Values("None or a 64-bit integer", lambda s: s is None or _is_integer(s, -(2**63), 2**63 - 1)),
+        none_or(Values("a 64-bit integer", long_integer().accepts)),
         "Seed of sampling; left out: the configuration's.",
     )
     repetition_penalty: float = _param(
-        1.0,
-        Values("a number in [0.001, 1000]", lambda value: _is_number(value, 1e-3, 1e3)),
-        f"Divides logits of tokens that occurred; 1 is off. {_CHECKPOINTS}",
+        1.0, number(1e-3, 1e3), f"Divides logits of tokens that occurred; 1 is off. {_CHECKPOINTS}"
     )
     presence_penalty: float = _param(0.0, _PENALTY, "Subtracted from the logits of generated tokens.")
     frequency_penalty: float = _param(0.0, _PENALTY, "The same, once per occurrence.")
@@ -207,7 +198,7 @@ class SamplingParams:
             "a dict of token ids >= 0 with finite values",
             lambda bias: (
                 bias is None
-                or (isinstance(bias, Mapping) and _are_ids(list(bias)) and all(map(_is_number, bias.values())))
+                or (isinstance(bias, Mapping) and _are_ids(list(bias)) and all(map(is_number, bias.values())))
             ),
         ),
         "Added to a token's logit; may be repeated.",
@@ -218,19 +209,12 @@ class SamplingParams:
     )
     bad_words: Sequence[str] | None = _param(
         None,
-        Values(
-            "a list of texts, none of them empty",
-            lambda words: _is_listed(words) and all(isinstance(word, str) and word.strip() for word in words or ()),
-        ),
+        Values("a list of texts, none of them empty", _are_texts),
         "Text that is not generated; may be repeated.",
         "--bad-word",
     )
     structured_outputs: StructuredOutputsParams | None = _param(
-        None,
-        Values(
-            "None or a StructuredOutputsParams",
-            lambda given: given is None or isinstance(given, StructuredOutputsParams),
-        ),
+        None, none_or(Values("a StructuredOutputsParams", lambda given: isinstance(given, StructuredOutputsParams)))
     )
     stop: str | Sequence[str] | None = _param(
         None,
@@ -247,7 +231,7 @@ class SamplingParams:
     prompt_logprobs: int | None = _param(None, _COUNT, "As --logprobs, at each position of the prompt.")
     truncate_prompt_tokens: int | None = _param(
         None,
-        Values("None, -1 or an integer >= 1", lambda kept: kept is None or (_is_integer(kept, -1) and kept != 0)),
+        Values("None, -1 or an integer >= 1", lambda kept: kept is None or (is_integer(kept, -1) and kept != 0)),
         "Number of the prompt's last tokens to keep; -1: as many as leave room.",
     )
     skip_special_tokens: bool = _param(True, _SWITCH, "Leave special tokens out of the text.")
@@ -263,12 +247,12 @@ class SamplingParams:
         scores_alone = self.prompt_logprobs is not None and self.n == 1
         self._check(
             "max_tokens",
-            limit is None or (_is_integer(limit) and limit >= (0 if scores_alone else 1)),
+            limit is None or is_integer(limit, 0 if scores_alone else 1),
             "None or an integer >= 0" if scores_alone else "None or an integer >= 1 (0 with prompt_logprobs and n=1)",
         )
         self._check(
             "min_tokens",
-            _is_integer(self.min_tokens) and self.min_tokens >= 0 and (limit is None or self.min_tokens <= limit),
+            is_integer(self.min_tokens, 0, math.inf if limit is None else limit),
             "an integer >= 0" if limit is None else f"an integer in 0..max_tokens={shown(limit)}",
         )
         allowed = self.allowed_token_ids
@@ -295,6 +279,7 @@ class SamplingParams:
             raise ArgumentError(f"{name} must be {expected}, got {shown(getattr(self, name))}")
 
 
+SamplingParams.__init__ = refusing(SAMPLING_PARAMS)(SamplingParams.__init__)  # type: ignore[method-assign]
 _VALUES: dict[str, Values] = {
     each.name: each.metadata["values"] for each in fields(SamplingParams) if each.metadata.get("values") is not None
 }

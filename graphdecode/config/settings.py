@@ -1,6 +1,8 @@
-"""The configurations of a runtime: `BucketConfig` for its graphs and cache, `EngineConfig` for all of it.
+"""The configurations of a runtime.
 
-A file in TOML can hold either (`docs/configuration.md`, made from the fields below, names the keys).
+`BucketConfig` is for its graphs and cache, `EngineConfig` for all of it, `ServerConfig` for a server, `ReplicaConfig`
+for several engines behind it. A file in TOML can hold any of them (`docs/configuration.md`, made from the fields below,
+names the keys).
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from typing import Any
 
 from graphdecode.buckets import MOST_DRAFTS, BucketLadder
 from graphdecode.config.key import (
+    ConfigDocument,
     Key,
     auto_or,
     boolean,
@@ -29,9 +32,8 @@ from graphdecode.config.key import (
     number,
     one_of,
     texts,
+    written,
 )
-from graphdecode.config.server import REPLICAS, SERVER, ReplicaConfig, ServerConfig
-from graphdecode.config.toml_file import ConfigDocument, written
 from graphdecode.config.vllm_names import DTYPES, SETTINGS, check_known
 from graphdecode.errors import ArgumentError, ConfigError
 
@@ -47,8 +49,7 @@ _AUTO_PREFILL_TOKENS = {"cuda": 2048, "cpu": 512}  # prompt tokens of one engine
 class BucketConfig:
     """Capacity and buckets of a runtime: the sections [capacity], [buckets], [capture] and [loop] of a file.
 
-    Raises:
-        ConfigError: a value is invalid.
+    Invalid values of any configuration are a `ConfigError`.
     """
 
     max_batch_size: int = key("capacity", 64, integer(1, 65536), "Rows: sequences that are decoded at the same time.")
@@ -133,19 +134,12 @@ class BucketConfig:
         """Return the text of a file from which `load` reads the same configuration."""
         return written(self, keys_of(self))
 
-    def with_limits(self, **changes: Any) -> BucketConfig:
-        """Return a copy with some fields changed."""
-        return replace(self, **changes)
-
 
 @dataclass(frozen=True)
 class EngineConfig:
     """All settings of an engine: its buckets, and the sections [scheduling] and [model] of a file.
 
     A `torch.dtype` and a `torch.device` are kept by their names.
-
-    Raises:
-        ConfigError: a value is invalid.
     """
 
     buckets: BucketConfig = field(default_factory=BucketConfig)
@@ -338,7 +332,7 @@ class EngineConfig:
     @classmethod
     def load(cls, path: str | Path) -> EngineConfig:
         """Read a configuration file; keys that it leaves out keep their defaults; see `ConfigDocument.read`."""
-        return cls._from(ConfigDocument.read(path, _keys()))
+        return cls._from(ConfigDocument.read(path, all_keys()))
 
     @classmethod
     def _from(cls, document: ConfigDocument) -> EngineConfig:
@@ -361,10 +355,8 @@ class EngineConfig:
     ) -> EngineConfig:
         """Return a configuration, or the defaults, with some fields, the buckets' too, overridden.
 
-        Raises:
-            ConfigError: a value or the file cannot be used.
-            ArgumentError: `config` has another type.
-            TypeError: there is no such field.
+        Raises `ConfigError` for a value or file that cannot be used, `ArgumentError` for another type of `config`,
+        `TypeError` if there is no such field.
         """
         known = [each.field for each in (*keys_of(BucketConfig), *keys_of(EngineConfig))]
         check_known(sorted(keywords), known, SETTINGS)
@@ -373,7 +365,7 @@ class EngineConfig:
         elif isinstance(config, (str, Path)):
             config = cls.load(config)
         elif isinstance(config, Mapping):
-            config = cls._from(ConfigDocument("config", config, _keys()))
+            config = cls._from(ConfigDocument("config", config, all_keys()))
         elif isinstance(config, BucketConfig):
             config = cls(buckets=config)
         elif not isinstance(config, EngineConfig):
@@ -406,7 +398,7 @@ def load_replica_config(path: str | Path | None, **changes: Any) -> ReplicaConfi
 
 
 def _section(path: str | Path | None, name: str) -> dict[str, Any]:
-    return {} if path is None else ConfigDocument.read(path, _keys()).values[name]
+    return {} if path is None else ConfigDocument.read(path, all_keys()).values[name]
 
 
 def _with_speculation(keywords: Mapping[str, Any]) -> dict[str, Any]:
@@ -420,7 +412,8 @@ def _with_speculation(keywords: Mapping[str, Any]) -> dict[str, Any]:
     return {**keywords, "speculation": "ngram", **document.values["speculation"]}
 
 
-def _keys() -> list[Key]:
+def all_keys() -> list[Key]:
+    """Return the keys of all sections of a file."""
     return [*keys_of(BucketConfig), *keys_of(EngineConfig), *keys_of(ServerConfig), *keys_of(ReplicaConfig)]
 
 
@@ -428,3 +421,174 @@ def _absolute(file: Any) -> Any:
     """Return an absolute path; other values unchanged, for the check."""
     is_path = isinstance(file, (str, Path)) and file != ""
     return str(Path(file).expanduser().absolute()) if is_path else file
+
+
+SERVER = "server"  # the section
+REPLICAS = "replicas"  # the section
+# Share of the way down that one step of downscaling goes. Requests in flight do not show what fewer replicas can serve:
+# 17 half-busy ones may have as many as one full one, and one step down to that would leave a backlog.
+DOWNSCALING_FACTOR = 0.25
+
+
+@dataclass(frozen=True)
+class ServerConfig:
+    """Settings of the server: address, access and limits."""
+
+    host: str = key(
+        SERVER, "127.0.0.1", matching(r"\S+", "an address or a host's name", "HOST"), "Address to listen on."
+    )
+    port: int = key(SERVER, 8000, integer(0, 65535), "Port to listen on; 0 takes a free one.")
+    api_keys: tuple[str, ...] | list[str] = key(
+        SERVER,
+        (),
+        texts("KEY"),
+        "Bearer tokens that may use /v1; none: no token is needed. GRAPHDECODE_API_KEY adds one.",
+        flag="--api-key",
+    )
+    served_model_name: str | None = key(
+        SERVER, None, none_or(matching(r"\S+", "a name", "NAME"), '"my-model"'), "What clients call the model."
+    )
+    allowed_hosts: tuple[str, ...] | list[str] = key(
+        SERVER,
+        (),
+        texts("HOST"),
+        'Host names that requests may have, besides localhost and addresses; "*" allows all. Left out: no others if '
+        "the server listens on this machine only, else all.",
+        flag="--allowed-host",
+    )
+    max_connections: int = key(SERVER, 1000, integer(1), "Open connections at most; further ones get 503.")
+    max_waiting: int = key(SERVER, 256, integer(0), "Waiting requests at most; further ones get 429.")
+    max_body_bytes: int = key(
+        SERVER,
+        16 << 20,
+        integer(1),
+        "Bytes of a request body at most; all bodies in memory may take eight times as much.",
+    )
+    max_prompts: int = key(SERVER, 1024, integer(1), "Prompts of one request at most.")
+    max_answers: int = key(SERVER, 128, integer(1), "Outputs of one prompt at most: the largest n.")
+    request_timeout_s: float = key(SERVER, 600.0, number(0), "Seconds after which a request fails with 504; 0: never.")
+    idle_timeout_s: float = key(
+        SERVER,
+        30.0,
+        number(0),
+        "Seconds after which a connection is closed whose client sends no whole request or reads nothing; 0: never.",
+    )
+    drain_timeout_s: float = key(SERVER, 30.0, number(0), "Seconds for requests in flight to finish after SIGTERM.")
+    cors_origins: tuple[str, ...] | list[str] = key(
+        SERVER, (), texts("ORIGIN"), 'Origins whose pages may call the server; "*" allows all.', flag="--cors-origin"
+    )
+    otlp_traces_endpoint: str | None = key(
+        SERVER,
+        None,
+        none_or(matching(r"https?://\S+", "an http address"), '"http://127.0.0.1:4318/v1/traces"'),
+        "OTLP/HTTP endpoint for OpenTelemetry traces; needs the extra `otel`.",
+    )
+    chat_template: str | None = key(
+        SERVER,
+        None,
+        none_or(matching(r"(?s).*\S.*", "a path", "FILE"), '"template.jinja"'),
+        "File with a chat template in Jinja; left out: the model's own.",
+    )
+    trust_request_chat_template: bool = key(
+        SERVER,
+        False,
+        boolean(),
+        "Allow `chat_template` in requests: a program, which runs in a child process with limits.",
+    )
+    lora_modules: tuple[str, ...] | list[str] = key(
+        SERVER,
+        (),
+        texts("NAME=FOLDER"),
+        "LoRA adapters, folders of PEFT or GGUF files, which requests name as their model. If [adapters] max_adapters "
+        "is left out, each has a slot.",
+    )
+    lora_folder: str | None = key(
+        SERVER,
+        None,
+        none_or(matching(r"(?s).*\S.*", "a path", "FOLDER"), '"/srv/adapters"'),
+        "Folder from which POST /v1/load_lora_adapter may load adapters; left out: the endpoint is disabled.",
+    )
+    log_requests: bool = key(SERVER, False, boolean(), "Log prompts and outputs.")
+
+    def __post_init__(self) -> None:
+        check_keys(self)
+        for name in ("api_keys", "allowed_hosts", "cors_origins", "lora_modules"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+
+
+@dataclass(frozen=True)
+class ReplicaConfig:
+    """Settings of replicas on Ray: how many, where, and how requests are routed."""
+
+    count: int | None = key(
+        REPLICAS,
+        None,
+        none_or(integer(1), "2"),
+        "Number of engines on Ray; left out, and without autoscale: one engine, without Ray.",
+        flag="--replicas",
+    )
+    autoscale: str | None = key(
+        REPLICAS,
+        None,
+        none_or(matching(r"[1-9]\d*:[1-9]\d*", "MIN:MAX", "MIN:MAX"), '"1:4"'),
+        "Smallest and largest number of engines on Ray, which follows the load; instead of count.",
+    )
+    ray_address: str | None = key(
+        REPLICAS,
+        None,
+        none_or(matching(r"\S+", "an address", "HOST:PORT"), '"10.0.0.1:6379"'),
+        "Ray cluster to join; left out: a local one, which ends with the command.",
+    )
+    cpus_per_device: int = key(REPLICAS, 1, integer(1), "CPU cores that Ray reserves for each device of an engine.")
+    direct: bool = key(REPLICAS, False, boolean(), "Serve HTTP in the command itself, without Ray's proxy.")
+    fronts: int = key(REPLICAS, 1, integer(1), "Processes behind Ray's proxies that route requests to engines.")
+    slack: int = key(
+        REPLICAS,
+        8,
+        integer(0),
+        "Requests that the engine with the prompt's prefix may have in flight beyond the least loaded one.",
+    )
+    routing: str = key(
+        REPLICAS,
+        "prefix",
+        one_of("prefix", "random"),
+        "Routing of requests: prefix prefers, within slack, an engine that has cached the prompt's prefix.",
+    )
+    target_requests: int | str = key(
+        REPLICAS,
+        "auto",
+        auto_or(integer(1)),
+        "Requests in flight per engine that autoscaling aims at; auto: a quarter of max_batch_size.",
+    )
+    upscale_delay_s: float = key(
+        REPLICAS, 10.0, number(0), "Seconds that the load must be above the target before an engine is added."
+    )
+    downscale_delay_s: float = key(
+        REPLICAS, 300.0, number(0), "Seconds that the load must be below the target before an engine is removed."
+    )
+
+    def __post_init__(self) -> None:
+        check_keys(self)
+        least, most = self.bounds
+        if least > most:
+            raise ConfigError(f"autoscale must be MIN:MAX with MIN at most MAX, got {self.autoscale!r}")
+        if self.autoscale is not None and self.count is not None:
+            raise ConfigError("give count (a fixed number of engines) or autoscale, not both")
+
+    @property
+    def enabled(self) -> bool:
+        """Whether there are replicas."""
+        return self.count is not None or self.autoscale is not None
+
+    @property
+    def bounds(self) -> tuple[int, int]:
+        """Engines at least and at most."""
+        if self.autoscale is None:
+            return (self.count or 1,) * 2
+        least, _, most = self.autoscale.partition(":")
+        return int(least), int(most)
+
+
+def target_requests(rows: int) -> int:
+    """Return the target of requests in flight per replica, which leaves room while others start."""
+    return max(rows // 4, 1)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, NoReturn, ParamSpec, TypeVar
 
 from graphdecode.errors import ArgumentError
@@ -35,13 +35,11 @@ SETTINGS: dict[str, str] = {
 DTYPES: dict[str, str] = {"half": "float16", "float": "float32"}  # vLLM's name of a dtype -> ours
 # key of vLLM's speculative_config -> our key of [speculation]
 SPECULATION: dict[str, str] = {
-    "method": "method",
     "num_speculative_tokens": "num_tokens",
     "prompt_lookup_min": "ngram_min",
     "prompt_lookup_max": "ngram_max",
 }
 
-_Class = TypeVar("_Class", bound=type)
 _Parameters = ParamSpec("_Parameters")
 _Result = TypeVar("_Result")
 
@@ -224,8 +222,7 @@ def without_unsupported(given: Mapping[str, Any], table: Mapping[str, Unsupporte
 def as_settings(keywords: Mapping[str, Any]) -> dict[str, Any]:
     """Return keywords of an `LLM` by the names of our settings; None, vLLM's default, is left out.
 
-    Raises:
-        ArgumentError: one is not supported, or a setting has two values.
+    Raises `ArgumentError` if one is not supported, or a setting has two values.
     """
     settings: dict[str, Any] = {}
     for name, value in without_unsupported(keywords, LLM_KEYWORDS).items():
@@ -246,33 +243,24 @@ def as_settings(keywords: Mapping[str, Any]) -> dict[str, Any]:
     return settings
 
 
-def refusing(table: Mapping[str, Unsupported]) -> Callable[[_Class], _Class]:
-    """Return a class decorator: names of the table are accepted with neutral values, and else refused."""
+def refusing(
+    table: Mapping[str, Unsupported], *options: str
+) -> Callable[[Callable[_Parameters, _Result]], Callable[_Parameters, _Result]]:
+    """Return a method decorator: names of the table are accepted with neutral values, and else refused.
 
-    def refused(cls: _Class) -> _Class:
-        construct = cls.__init__  # type: ignore[misc]
-        cls.__init__ = _guarded(construct, table, list(inspect.signature(construct).parameters)[1:])  # type: ignore[misc]
-        return cls
-
-    return refused
-
-
-def refusing_calls(*options: str) -> Callable[[Callable[_Parameters, _Result]], Callable[_Parameters, _Result]]:
-    """Return a method decorator like `refusing`, for `CALL_KEYWORDS`; `options`: keywords besides the parameters."""
+    `options` are keywords besides the parameters.
+    """
 
     def refused(method: Callable[_Parameters, _Result]) -> Callable[_Parameters, _Result]:
         _, *own = inspect.signature(method).parameters.values()
-        known = [each.name for each in own if each.kind is not each.VAR_KEYWORD]
-        return _guarded(method, CALL_KEYWORDS, [*known, *options])
+        known = [*(each.name for each in own if each.kind is not each.VAR_KEYWORD), *options]
+
+        @functools.wraps(method)
+        def called(*args: Any, **given: Any) -> Any:
+            given = without_unsupported(given, table) if given else given
+            check_known(given, known)
+            return method(*args, **given)
+
+        return called
 
     return refused
-
-
-def _guarded(function: Any, table: Mapping[str, Unsupported], known: Sequence[str]) -> Any:
-    @functools.wraps(function)
-    def called(*args: Any, **given: Any) -> Any:
-        given = without_unsupported(given, table) if given else given
-        check_known(given, known)
-        return function(*args, **given)
-
-    return called

@@ -98,13 +98,8 @@ def try_ladders(
 ) -> Trial:
     """Replay a load through each ladder in alternation (A B, B A, A B, ...), over one model.
 
-    Args:
-        ladders: name -> ladder, all with the same max_batch_size.
-        counts: batch size -> decode steps, as recorded.
-        context: tokens of each row.
-
-    Raises:
-        ArgumentError: the model or the device cannot be used, or a number is out of range.
+    All ladders have the same max_batch_size; `counts` is batch size -> decode steps; `context` is the tokens of each
+    row. Raises `ArgumentError` if the model or the device cannot be used, or a number is out of range.
     """
     if min(context, steps, rounds) < 1:
         raise ArgumentError(f"context, steps and rounds must be >= 1, got {context}, {steps} and {rounds}")

@@ -151,8 +151,7 @@ class LatencyProfiler:
     def profile(self, contexts: Sequence[int], *, model: str, progress: bool = True) -> dict:
         """Measure every bucket at every context in rounds, with the read bandwidth; return `profile.json`.
 
-        Raises:
-            ArgumentError: a context (tokens in the cache of each row) is out of range.
+        A context is the tokens in the cache of each row; an `ArgumentError` names one that is out of range.
         """
         runner, device = self.runner, self.runner.model.device
         longest = runner.cache.max_pages_per_row * runner.cache.page_size - STEPS_PER_STAGING

@@ -157,14 +157,8 @@ def best_ladders(counts: Mapping[int, int], cost: StepCost, max_batch_size: int,
     """Return, for each number of graphs 1..max_graphs, the ladder of least expected step time. Exact.
 
     Candidates are the cheapest bucket between each two batch sizes that occur. Dynamic programming over (graphs,
-    largest bucket): the minimum for batch sizes up to bucket j with k buckets is over the bucket before j.
-    O(max_graphs * d^2) for d batch sizes.
-
-    Args:
-        counts: batch size -> decode steps.
-
-    Raises:
-        ArgumentError: a batch size is not in 1..max_batch_size, nothing was counted, or max_graphs < 1.
+    largest bucket): the minimum for batch sizes up to bucket j with k buckets is over the bucket before j. O(max_graphs
+    * d^2) for d batch sizes. Raises `ArgumentError` if a batch size is out of range, or nothing was counted.
     """
     outside = [size for size in counts if not 1 <= size <= max_batch_size]
     if outside or sum(counts.values()) <= 0:

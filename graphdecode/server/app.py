@@ -6,8 +6,8 @@ import contextlib
 import hashlib
 import hmac
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+from functools import partial
 from ipaddress import IPv4Address, IPv6Address, ip_address
 from pathlib import Path
 from statistics import median
@@ -25,7 +25,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from graphdecode.config import ServerConfig
 from graphdecode.errors import shown
 from graphdecode.server.completions import GENERATING, Endpoint, rendered_chat
-from graphdecode.server.http import HANDLERS, HttpError, error_response, until_gone
+from graphdecode.server.http import HANDLERS, HttpError, error_response, unless_disconnected
 from graphdecode.server.preprocessing import Preprocessor
 from graphdecode.server.protocol import B, Detokenize, LoadAdapter, Tokenize, UnloadAdapter
 from graphdecode.server.service import Service
@@ -41,60 +41,48 @@ _PAGE_HEADERS = {
 }
 
 
-class _Guard(ABC):
-    """Refuses some requests, and forwards the others to an application."""
+class Guard:
+    """Middleware that refuses requests for which `check` raises an `HttpError`."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, check: Callable[[Scope], None]) -> None:
         self._app = app
-
-    @abstractmethod
-    def refusal(self, scope: Scope) -> HttpError | None:
-        """Return the error of a request that is refused, or None."""
+        self._check = check
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve a request."""
-        error = self.refusal(scope) if scope["type"] == "http" else None
-        await (self._app if error is None else error_response(error))(scope, receive, send)
+        try:
+            if scope["type"] == "http":
+                self._check(scope)
+        except HttpError as error:
+            await error_response(error)(scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
 
 
-class HostGuard(_Guard):
-    """Refuses requests whose `Host` is not a name of this server, `localhost` or an address, against DNS rebinding."""
-
-    def __init__(self, app: ASGIApp, hosts: Sequence[str]) -> None:
-        super().__init__(app)
-        self._hosts = frozenset(host.lower().rstrip(".") for host in (*hosts, "localhost"))
-
-    def refusal(self, scope: Scope) -> HttpError | None:
-        """See `_Guard`."""
-        for host in [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]:
-            # without port, and an IPv6 address without brackets
-            name = host[1:].partition("]")[0] if host[:1] == "[" else host.partition(":")[0].lower().rstrip(".")
-            if name not in self._hosts and _address(name) is None:
-                message = (
-                    f"unknown host {name[:200]!r}: [server] allowed_hosts allows more than localhost and addresses"
-                )
-                return HttpError(403, message, code="host")
-        return None
+def check_host(hosts: Sequence[str], scope: Scope) -> None:
+    """Refuse a `Host` that is neither in `hosts` nor `localhost` nor an address, against DNS rebinding."""
+    known = {host.lower().rstrip(".") for host in (*hosts, "localhost")}
+    for host in [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]:
+        # without port, and an IPv6 address without brackets
+        name = host[1:].partition("]")[0] if host[:1] == "[" else host.partition(":")[0].lower().rstrip(".")
+        if name not in known and _address(name) is None:
+            message = f"unknown host {name[:200]!r}: [server] allowed_hosts allows more than localhost and addresses"
+            raise HttpError(403, message, code="host")
 
 
-class KeyGuard(_Guard):
-    """Refuses requests to /v1 without a key; comparing takes as long for a wrong key as for a right one."""
+def check_key(keys: Sequence[str], scope: Scope) -> None:
+    """Refuse requests to /v1 without a key, and keep its digest in the scope for `caller_of`.
 
-    def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
-        super().__init__(app)
-        self._keys = [key.encode() for key in keys]
-
-    def refusal(self, scope: Scope) -> HttpError | None:
-        """See `_Guard`; `caller_of` uses the key."""
-        if not scope["path"].startswith("/v1") or scope["method"] == "OPTIONS":
-            return None
-        scheme, _, key = dict(scope["headers"]).get(b"authorization", b"").partition(b" ")
-        matches = [hmac.compare_digest(key.strip(), known) for known in self._keys]
-        if scheme.lower() != b"bearer" or not any(matches):
-            headers = {"WWW-Authenticate": "Bearer"}
-            return HttpError(401, "the API key is missing or wrong", code="invalid_api_key", headers=headers)
-        scope[_KEY] = hashlib.blake2b(key.strip(), digest_size=16).hexdigest()
-        return None
+    Comparing takes as long for a wrong key as for a right one.
+    """
+    if not scope["path"].startswith("/v1") or scope["method"] == "OPTIONS":
+        return
+    scheme, _, key = dict(scope["headers"]).get(b"authorization", b"").partition(b" ")
+    matches = [hmac.compare_digest(key.strip(), known.encode()) for known in keys]
+    if scheme.lower() != b"bearer" or not any(matches):
+        headers = {"WWW-Authenticate": "Bearer"}
+        raise HttpError(401, "the API key is missing or wrong", code="invalid_api_key", headers=headers)
+    scope[_KEY] = hashlib.blake2b(key.strip(), digest_size=16).hexdigest()
 
 
 def caller_of(scope: MutableMapping[str, Any]) -> str:
@@ -108,10 +96,10 @@ def caller_of(scope: MutableMapping[str, Any]) -> str:
     return host
 
 
-def own_names(limits: ServerConfig) -> tuple[str, ...] | None:
+def own_names(config: ServerConfig) -> tuple[str, ...] | None:
     """Return the host names, besides localhost, that requests may use; None: any."""
-    names, address = tuple(limits.allowed_hosts), _address(limits.host)
-    is_local = limits.host == "localhost" or (address is not None and address.is_loopback)
+    names, address = tuple(config.allowed_hosts), _address(config.host)
+    is_local = config.host == "localhost" or (address is not None and address.is_loopback)
     return None if "*" in names or not (names or is_local) else names
 
 
@@ -231,7 +219,7 @@ def make_app(service: Service) -> Starlette:
         return Response(status_code=200 if service.is_healthy else 503)
 
     metrics_type = "text/plain; version=0.0.4; charset=utf-8"
-    posted: list[tuple[str, Endpoint[Any, Any, Response]]] = [
+    posted: list[tuple[str, Endpoint]] = [
         *GENERATING.items(),
         ("/tokenize", Endpoint(Tokenize, prepared_tokens, _as_json)),
         ("/detokenize", Endpoint(Detokenize, prepared_text, _as_json)),
@@ -251,13 +239,13 @@ def make_app(service: Service) -> Starlette:
         Route("/", _get(lambda _: FileResponse(_PAGE / "index.html", headers=_PAGE_HEADERS))),
         Mount("/page", StaticFiles(directory=_PAGE)),
     ]
-    limits, middleware = service.limits, list[Middleware]()
-    if (names := own_names(limits)) is not None:
-        middleware.append(Middleware(HostGuard, hosts=names))
-    if origins := limits.cors_origins:
+    config, middleware = service.config, list[Middleware]()
+    if (names := own_names(config)) is not None:
+        middleware.append(Middleware(Guard, check=partial(check_host, names)))
+    if origins := config.cors_origins:
         middleware.append(Middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"]))
     if service.api_keys:
-        middleware.append(Middleware(KeyGuard, keys=service.api_keys))
+        middleware.append(Middleware(Guard, check=partial(check_key, service.api_keys)))
     return Starlette(routes=routes, middleware=middleware, exception_handlers=HANDLERS)
 
 
@@ -271,7 +259,7 @@ def _get(endpoint: Callable[[Request], Response | dict[str, Any]]) -> Callable[[
     return answered
 
 
-def _post(service: Service, endpoint: Endpoint[Any, Any, Response]) -> Callable[[Request], Awaitable[Response]]:
+def _post(service: Service, endpoint: Endpoint) -> Callable[[Request], Awaitable[Response]]:
     """Return a handler that passes bodies to an endpoint."""
 
     async def answered(request: Request) -> Response:
@@ -279,7 +267,9 @@ def _post(service: Service, endpoint: Endpoint[Any, Any, Response]) -> Callable[
         if media_type != "application/json":  # a browser sends others from any origin
             raise HttpError(415, f"the content type must be application/json, got {media_type[:100]!r}")
         async with service.bodies.read(request) as data:
-            response = await until_gone(request.receive, endpoint.respond(service, data, caller_of(request.scope)))
+            response = await unless_disconnected(
+                request.receive, endpoint.respond(service, data, caller_of(request.scope))
+            )
         if response is None:
             raise HttpError(499, "the client disconnected")
         return response

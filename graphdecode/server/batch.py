@@ -20,7 +20,7 @@ from graphdecode.errors import ArgumentError
 from graphdecode.server.completions import GENERATING
 from graphdecode.server.http import HttpError
 from graphdecode.server.protocol import GeneratingPath, problem_of
-from graphdecode.server.run import Served
+from graphdecode.server.run import ServedModel
 from graphdecode.server.service import Service
 
 _RESPONSE_BEGINS = b'{"id": "batch_req_'
@@ -45,8 +45,7 @@ class BatchRequest(BaseModel):
 class BatchInput:
     """The requests of a file, read lazily.
 
-    Raises:
-        ArgumentError: the file cannot be read, a line is not a request, or two share a `custom_id`; it names up to ten.
+    An `ArgumentError` names up to ten lines that are no requests, or share a `custom_id`.
     """
 
     def __init__(self, path: Path, max_line_bytes: int) -> None:
@@ -93,8 +92,7 @@ class BatchInput:
 class BatchOutput:
     """The output file of a batch, locked against other runs; an incomplete last line is dropped.
 
-    Raises:
-        ArgumentError: it is locked, not writable, or has lines that are not responses to `requested`; it is unchanged.
+    Raises `ArgumentError` if it is locked, not writable, or has lines that are not responses to `requested`.
     """
 
     def __init__(self, path: Path, requested: dict[str, int]) -> None:
@@ -190,7 +188,7 @@ async def answer_request(service: Service, request: BatchRequest) -> tuple[int, 
 
 
 async def run_batch(
-    served: Served,
+    served: ServedModel,
     answer: Callable[[BatchRequest], Awaitable[tuple[int, dict[str, Any]]]],
     requests: BatchInput,
     output: BatchOutput,
@@ -200,13 +198,9 @@ async def run_batch(
 ) -> Counter[str]:
     """Start one or several engines, run the requests that have no response yet, and return their summed usage.
 
-    Args:
-        answer: returns status and body of the response to a request.
-        window: requests in flight at a time, which bounds the memory.
-
-    Raises:
-        ArgumentError: the model cannot be loaded, or the input has changed.
-        OSError: a response cannot be written.
+    `answer` returns status and body of the response to a request; `window` requests are in flight, which bounds the
+    memory. Raises `ArgumentError` if the model cannot be loaded or the input has changed, `OSError` if a response
+    cannot be written.
     """
     waiting = (request for request in requests if request.custom_id not in output.answered)
     used: Counter[str] = Counter(prompt_tokens=0, completion_tokens=0)
@@ -229,5 +223,5 @@ async def run_batch(
     except BaseExceptionGroup as several:
         raise several.exceptions[0] from None
     finally:
-        served.close(at_once=not completed)
+        served.close(force=not completed)
     return used

@@ -1,34 +1,273 @@
-"""Endpoints that take a body: `POST /v1/completions` and `POST /v1/chat/completions`, over HTTP or from a batch."""
+"""Endpoints that generate: bodies, over HTTP or from a batch, to responses, whole or as server-sent events."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
+import asyncio
+import contextlib
+import logging
+import time
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
-from typing import Any, Generic, TypeVar
+from typing import Any, NamedTuple
 
 from pydantic import ValidationError
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from graphdecode.errors import ArgumentError, GraphdecodeError
 from graphdecode.server import protocol
 from graphdecode.server.fork_pool import JobError, JobLimits
-from graphdecode.server.http import LARGE_BYTES, HttpError, as_http_error
+from graphdecode.server.http import (
+    LARGE_BYTES,
+    SSE_DONE,
+    HttpError,
+    as_http_error,
+    as_json,
+    error_response,
+    sse_event,
+    unless_disconnected,
+)
 from graphdecode.server.preprocessing import Preprocessor
-from graphdecode.server.protocol import ChatCompletion, Completion, GeneratingPath, Tokenize
-from graphdecode.server.reply import Cursor, Delta, Prepared, Reply
+from graphdecode.server.protocol import ChatCompletion, Completion, GeneratingPath, Generation, StreamOptions, Tokenize
 from graphdecode.server.service import Service
 from graphdecode.server.structured_outputs import StructuredOutput, structured_output_of, structured_output_of_calls
 from graphdecode.server.tool_calls import BARE_JSON, ToolCallReader, ToolFormat, format_of, messages_with_tools
 from graphdecode.text.arguments import as_prompt
 from graphdecode.text.chat import RenderedChat, render_chat
-from graphdecode.text.input_processor import ParentRequest
-from graphdecode.text.outputs import Logprob
+from graphdecode.text.input_processor import ParentRequest, TokenizedPrompt
+from graphdecode.text.outputs import Logprob, RequestState
 
-B = TypeVar("B", bound=protocol.Body)
-P = TypeVar("P")
-R = TypeVar("R", covariant=True)
+_POSITIONS_AT_ONCE = 50  # prompt positions with up to 21 log-probabilities each: some milliseconds
+log = logging.getLogger(__name__)
+_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+
+
+class Prepared(NamedTuple):
+    """A request that was validated and tokenized."""
+
+    body: Generation  # without its large parts
+    prompts: list[TokenizedPrompt]
+    structured: StructuredOutput | None
+    tools: ToolFormat | None = None  # None: the output is not searched for tool calls
+    names: frozenset[str] = frozenset()  # functions that may be called
+
+
+class Delta(NamedTuple):
+    """The new part of an output."""
+
+    text: str
+    token_ids: list[int]  # their text may still be held back
+    logprobs: list[dict[int, Logprob]] | None  # one per token, if requested
+    is_first: bool
+    finish_reason: str | None  # set in the last delta
+    stop_reason: str | int | None  # the stop text or token, in the last delta
+
+
+@dataclass
+class Cursor:
+    """Reads an output as it grows."""
+
+    index: int
+    parent: ParentRequest
+    state: RequestState
+    text_length: int = 0  # characters read so far
+    _tokens_read: int = 0
+    _ended: bool = False
+
+    def take(self) -> Delta | None:
+        """Return what is new; None if nothing is."""
+        state, output = self.state, self.state.output
+        if self._ended:
+            return None
+        self._ended = state.finished
+        start, end = self._tokens_read, len(output.token_ids)
+        text = "".join(state.pieces)
+        if not (text or end > start or self._ended):
+            return None
+        state.pieces.clear()
+        is_first = not (start or self.text_length)
+        self.text_length += len(text)
+        self._tokens_read = end
+        logprobs = None if output.logprobs is None else output.logprobs[start:end]
+        ending = (output.finish_reason, output.stop_reason) if self._ended else (None, None)
+        return Delta(text, output.token_ids[start:end], logprobs, is_first, *ending)
+
+    def whole(self) -> Delta:
+        """Return all of a finished output."""
+        output = self.state.output
+        self.text_length = len(output.text)
+        return Delta(output.text, output.token_ids, output.logprobs, True, output.finish_reason, output.stop_reason)
+
+
+class Reply(Response, ABC):
+    """The response to a request, which generates when it is sent."""
+
+    prefix: str  # of the response's id
+    kind: str  # `object` of the whole response
+    chunk_kind: str  # `object` of a chunk
+
+    def __init__(self, service: Service, prepared: Prepared, parents: list[ParentRequest]) -> None:
+        self.service = service
+        self.body_fields = body = prepared.body
+        self.parents = parents
+        pairs = [(parent, state) for parent in parents for state in parent.states]
+        self.cursors = [Cursor(index, parent, state) for index, (parent, state) in enumerate(pairs)]
+        self.background = None
+        self._room = contextlib.ExitStack()  # for the outputs, until they are submitted
+        self.status_code = 200
+        self._head = {
+            "id": f"{self.prefix}-{uuid.uuid4().hex}",
+            "object": self.chunk_kind if body.stream else self.kind,
+            "created": int(time.time()),
+            "model": body.model or service.model_name,
+        }
+
+    @abstractmethod
+    def choice(self, cursor: Cursor, delta: Delta, *, whole: bool = False) -> dict[str, Any] | None:
+        """Return the choice of a chunk or of the whole response; None: the chunk would be empty."""
+
+    def usage(self) -> dict[str, Any]:
+        """Return the counts of tokens so far."""
+        prompt = sum(len(parent.output.prompt_token_ids) for parent in self.parents)
+        generated = sum(len(cursor.state.output.token_ids) for cursor in self.cursors)
+        cached = sum(parent.output.metrics.num_cached_tokens for parent in self.parents)
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": generated,
+            "total_tokens": prompt + generated,
+            "prompt_tokens_details": {"cached_tokens": cached},
+        }
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Generate and send, until the client disconnects; raises `HttpError` if there is no room."""
+        self._room.enter_context(self.service.reserved(len(self.cursors)))
+        failed: Exception | None = None
+        sending = self._stream(send) if self.body_fields.stream else self._whole(scope, receive, send)
+        try:
+            await unless_disconnected(receive, sending)
+        except Exception as error:
+            failed = error
+        finally:
+            self._room.close()
+        if self.service.config.log_requests:
+            for cursor in self.cursors:
+                prompt, output = cursor.parent.output, cursor.state.output
+                requested = prompt.prompt_token_ids if prompt.prompt is None else prompt.prompt
+                line = (self._head["id"], cursor.index, requested, output.text, output.finish_reason)
+                log.info("%s %d: %r -> %r (%s)", *line)
+        if self.service.tracer is not None:
+            headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+            for parent in self.parents:
+                self.service.tracer.trace(str(self._head["id"]), parent, self.body_fields, headers)
+        if failed is not None:
+            raise failed
+
+    async def _updates(self) -> AsyncGenerator[None, None]:
+        """Submit the prompts, and yield whenever their outputs change."""
+        service, began = self.service, False
+        with service.metrics.tracked(self.parents) as count_tokens:
+            async with (
+                contextlib.aclosing(service.front.follow(self.parents)) as updates,
+                asyncio.timeout(service.request_timeout),
+            ):
+                self._room.close()  # the next line submits them
+                async for _ in updates:
+                    if not began:
+                        began = True
+                        requests = [request for parent in self.parents for request, _ in parent.children]
+                        if not any(request.priority for request in requests):  # priorities override the queue
+                            service.queue.began(min(request.start_tag for request in requests))
+                    count_tokens()
+                    yield
+
+    async def whole(self) -> bytes:
+        """Generate, and return the body of the whole response, or raise `HttpError`."""
+        try:
+            async with contextlib.aclosing(self._updates()) as updates:
+                async for _ in updates:
+                    pass
+        except (GraphdecodeError, TimeoutError) as error:
+            raise self._failure(error) from error
+        choices = []
+        for cursor in self.cursors:
+            choice = self.choice(cursor, cursor.whole(), whole=True)
+            assert choice is not None
+            choices.append(await in_pieces(choice))
+            await asyncio.sleep(0)  # other tasks wait
+        head, usage = as_json(self._head), as_json(self.usage())
+        return b"".join([head[:-1], b',"choices":[', b",".join(choices), b'],"usage":', usage, b"}"])
+
+    async def _whole(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            response: Response = Response(await self.whole(), media_type="application/json")
+        except HttpError as failed:
+            response = error_response(failed)
+        except asyncio.CancelledError:
+            if self.service.draining:
+                await error_response(self._cut_off())(scope, receive, send)
+            raise
+        await response(scope, receive, send)
+
+    async def _stream(self, send: Send) -> None:
+        options = self.body_fields.stream_options or StreamOptions()
+        await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
+        try:
+            async with contextlib.aclosing(self._updates()) as updates:
+                async for _ in updates:
+                    now = {"usage": self.usage() if options.continuous_usage_stats else None}
+                    chunks = [
+                        self._head | {"choices": [choice]} | (now if options.include_usage else {})
+                        for cursor in self.cursors
+                        if (delta := cursor.take()) and (choice := self.choice(cursor, delta))
+                    ]
+                    if chunks:
+                        await _send_more(send, b"".join(map(sse_event, chunks)))
+            end = self._head | {"choices": [], "usage": self.usage()}
+            await _send_more(send, (sse_event(end) if options.include_usage else b"") + SSE_DONE)
+        except (GraphdecodeError, TimeoutError) as error:
+            await _send_more(send, sse_event(self._failure(error).body) + SSE_DONE)
+        except asyncio.CancelledError:
+            if self.service.draining:
+                await _send_more(send, sse_event(self._cut_off().body) + SSE_DONE)
+            raise
+        await send({"type": "http.response.body", "body": b""})
+
+    def _cut_off(self) -> HttpError:
+        log.warning("%s was cut off: drain_timeout_s is over", self._head["id"])
+        return HttpError(503, "the server is shutting down, and drain_timeout_s is over", code="shutting_down")
+
+    def _failure(self, error: Exception) -> HttpError:
+        if isinstance(error, TimeoutError):
+            return HttpError(504, f"the request took longer than {self.service.request_timeout:g} s", code="timeout")
+        assert isinstance(error, GraphdecodeError)
+        return as_http_error(error, frozenset(type(self.body_fields).model_fields))
+
+
+async def in_pieces(choice: dict[str, Any]) -> bytes:
+    """Return a choice as JSON, letting other tasks run between pieces of its prompt log-probabilities."""
+    scores = choice.get("prompt_logprobs")
+    if scores is None:
+        return as_json(choice)
+    del choice["prompt_logprobs"]
+    pieces = [as_json(choice)[:-1] + b',"prompt_logprobs":[']
+    for first in range(0, len(scores), _POSITIONS_AT_ONCE):
+        piece = as_json(scores[first : first + _POSITIONS_AT_ONCE])
+        pieces.append((b"," if first else b"") + piece[1:-1])
+        await asyncio.sleep(0)
+    return b"".join([*pieces, b"]}"])
+
+
+async def _send_more(send: Send, data: bytes) -> None:
+    await send({"type": "http.response.body", "body": data, "more_body": True})
+
 
 _MAX_PARTS_HERE = 64  # bodies with more are prepared in a child process; these take some milliseconds
 _LIMITS = JobLimits(cpu_seconds=20, wall_seconds=60.0, memory_bytes=1 << 30)
@@ -36,16 +275,16 @@ _DEFAULT_MAX_TOKENS = 16  # OpenAI's
 
 
 @dataclass(frozen=True)
-class Endpoint(Generic[B, P, R]):
+class Endpoint:
     """Parses and prepares a body, in a child process if that takes long, and makes the response."""
 
-    kind: type[B]
-    prepare: Callable[[Preprocessor, B], P]  # raises HttpError or ArgumentError
-    answer: Callable[[Service, P, str], Awaitable[R]]  # takes a prepared body and its caller
+    body_type: type[protocol.Body]
+    prepare: Callable[[Preprocessor, Any], Any]  # raises HttpError or ArgumentError
+    answer: Callable[[Service, Any, str], Awaitable[Any]]  # takes a prepared body and its caller
 
-    async def respond(self, service: Service, data: bytes, caller: str) -> R:
+    async def respond(self, service: Service, data: bytes, caller: str) -> Any:
         """Return the response to a body, or raise `HttpError`."""
-        if issubclass(self.kind, protocol.Generation):
+        if issubclass(self.body_type, protocol.Generation):
             service.check_room(1)
         prepared = None
         if len(data) <= LARGE_BYTES:
@@ -63,17 +302,14 @@ class Endpoint(Generic[B, P, R]):
 
     def prepared(
         self, preprocessor: Preprocessor, data: bytes, *, in_child: bool
-    ) -> tuple[P, tuple[str, ...], str | None] | None:
-        """Parse and prepare a body; return it with the names of its unknown fields and its model's name.
+    ) -> tuple[Any, tuple[str, ...], str | None] | None:
+        """Parse and prepare a body; return it with the names of its unknown fields and its model's name, unchecked.
 
-        Args:
-            in_child: this is a child process; otherwise None is returned for a slow body, or one with a template.
-
-        Raises:
-            HttpError: the body cannot be used; its model is not checked.
+        None, but not in a child process, for a slow body or one with a template. Raises `HttpError` if it cannot be
+        used.
         """
         try:
-            body = self.kind.model_validate_json(data)
+            body = self.body_type.model_validate_json(data)
         except ValidationError as error:
             message, location, code = protocol.problem_of(error)
             raise HttpError(400, message, param=str(location[0]) if location else None, code=code) from None
@@ -82,17 +318,17 @@ class Endpoint(Generic[B, P, R]):
         with self._as_http_errors():
             return self.prepare(preprocessor, body), protocol.unknown_fields(body), body.model
 
-    @contextmanager
+    @contextlib.contextmanager
     def _as_http_errors(self) -> Iterator[None]:
         try:
             yield
         except HttpError:
             raise
         except GraphdecodeError as error:
-            raise as_http_error(error, frozenset(self.kind.model_fields)) from error
+            raise as_http_error(error, frozenset(self.body_type.model_fields)) from error
 
 
-def _prepared(preprocessor: Preprocessor, endpoint: Endpoint[Any, Any, Any], data: bytes) -> Any:
+def _prepared(preprocessor: Preprocessor, endpoint: Endpoint, data: bytes) -> Any:
     return endpoint.prepared(preprocessor, data, in_child=True)
 
 
@@ -283,7 +519,7 @@ def rendered_chat(
     preprocessor: Preprocessor, body: ChatCompletion | Tokenize, *, with_tools: bool = True
 ) -> RenderedChat:
     """Render and tokenize a conversation; raises `HttpError` for a forbidden template, or `ArgumentError`."""
-    if body.chat_template is not None and not preprocessor.limits.trust_request_chat_template:
+    if body.chat_template is not None and not preprocessor.config.trust_request_chat_template:
         message = "chat_template is refused: it is a program, and [server] trust_request_chat_template is false"
         raise HttpError(400, message, param="chat_template")
     if body.messages and body.chat_template is None and not preprocessor.tokenizer.chat_template:
@@ -334,7 +570,7 @@ async def _generate(reply: type[Reply], service: Service, prepared: Prepared, ca
     return reply(service, prepared, await service.parent_requests(caller, prepared.prompts, prepared.structured))
 
 
-GENERATING: dict[GeneratingPath, Endpoint[Any, Any, Reply]] = {
+GENERATING: dict[GeneratingPath, Endpoint] = {
     "/v1/completions": Endpoint(Completion, prepared_completion, partial(_generate, CompletionReply)),
     "/v1/chat/completions": Endpoint(ChatCompletion, prepared_chat, partial(_generate, ChatReply)),
 }

@@ -41,7 +41,7 @@ class HeartbeatTimeouts(NamedTuple):
     serving_seconds: float = 6.0
 
 
-class KeptGrammars(OrderedDict[str, int]):
+class GrammarCache(OrderedDict[str, int]):
     """The grammars that the engine's process holds, with their bytes: those used last, bounded in number and bytes."""
 
     def use(self, grammar: str) -> bool:
@@ -74,12 +74,12 @@ class EngineClient:
         self._on_events = on_events
         self._on_status = on_status
         self._timeouts = timeouts or HeartbeatTimeouts()
-        self._grammars = KeptGrammars()  # grammars that the process has
+        self._grammars = GrammarCache()  # grammars that the process has
         self._numbers = itertools.count()
         self.adapters: dict[str, str] = dict(setup.adapters)  # name -> folder; a restarted process loads them, too
         self._changes: dict[int, asyncio.Future[None]] = {}  # adapter changes in flight
         self._metrics: dict[int, RequestMetrics] = {}  # by requests in flight
-        self.prepared: ConnectedChild | None = None  # the first process, if it was started ahead
+        self.prestarted: ConnectedChild | None = None  # the first process, if it was started ahead
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
         self._writer: asyncio.StreamWriter | None = None
@@ -112,9 +112,9 @@ class EngineClient:
     async def _spawn(self) -> asyncio.StreamReader:
         if self._writer is not None:
             self._writer.close()
-        self._process, self._socket = self.prepared or start_engine_process()
-        self.prepared = None
-        self._grammars = KeptGrammars()
+        self._process, self._socket = self.prestarted or start_engine_process()
+        self.prestarted = None
+        self._grammars = GrammarCache()
         reader, self._writer = await asyncio.open_unix_connection(sock=self._socket, limit=1 << 24)
         self._write(self._setup._replace(adapters=tuple(self.adapters.items())))
         return reader
@@ -250,9 +250,7 @@ class EngineClient:
     async def change_adapter(self, name: str, folder: str | None) -> None:
         """Load an adapter, or forget it (None), while requests are served.
 
-        Raises:
-            ArgumentError: it cannot be used, or none has that name.
-            AnswerError: the engine is restarting.
+        Raises `ArgumentError` if it cannot be used or none has that name, `AnswerError` during a restart.
         """
         if not self.serves:
             raise AnswerError("the engine is restarting; try again in a few seconds", RESTARTING)
@@ -277,10 +275,10 @@ class EngineClient:
         if self._metrics.pop(request_id, None) is not None:
             self._write(messages.Finish(request_id, num_tokens))
 
-    def close(self, *, at_once: bool = False) -> None:
+    def close(self, *, force: bool = False) -> None:
         """End the process; requests in flight fail."""
         for task in self._tasks:
             task.cancel()
-        if at_once:
+        if force:
             self._kill()
         messages.end_process(self._process, self._socket, _END_SECONDS)

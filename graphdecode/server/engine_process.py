@@ -49,12 +49,12 @@ class EngineProcess:
         self._engine = engine
         self._grammars = grammars
         self._connection = connection
-        self._theirs: dict[int, int] = {}  # the engine's id of a request -> the other side's
-        self._ours: dict[int, int] = {}
+        self._client_ids: dict[int, int] = {}  # the engine's id of a request -> the client's
+        self._engine_ids: dict[int, int] = {}
         self._begun: set[int] = set()  # requests whose first event was sent
         # compiled in threads, so that no step waits; None: no request has needed it yet
         self._compiled: dict[str, Future[Any] | None] = {}
-        self._waiting: dict[int, tuple[Future[Any], messages.Add]] = {}  # their id -> the grammar that it waits for
+        self._waiting: dict[int, tuple[Future[Any], messages.Add]] = {}  # client id -> the grammar that it waits for
         self._compilers = ThreadPoolExecutor(_COMPILERS, thread_name_prefix="grammar")
         self._loaders = ThreadPoolExecutor(1, thread_name_prefix="adapter")  # one after another, as they were sent
         self._status_sent = 0.0  # seconds
@@ -150,33 +150,35 @@ class EngineProcess:
 
     def _add(self, message: messages.Add, compiled: Future[Any] | None = None) -> None:
         try:
-            ours = self._engine.add(message.request, None if compiled is None else self._constraint(compiled))
+            engine_id = self._engine.add(message.request, None if compiled is None else self._constraint(compiled))
         except GraphdecodeError as error:
             metrics = RequestMetrics(time.perf_counter())
             code = REFUSED if isinstance(error, ArgumentError | ConstraintError) else None
             refusal = Event(message.request_id, [], None, "error", None, metrics, str(error), error_code=code)
-            self._connection.send([messages.pack_event(refusal, message.request_id, whole=True)])
+            self._connection.send([messages.pack_event(refusal, message.request_id, with_metrics=True)])
         else:
-            self._theirs[ours], self._ours[message.request_id] = message.request_id, ours
+            self._client_ids[engine_id], self._engine_ids[message.request_id] = message.request_id, engine_id
 
     def _forget(self, request_id: int) -> int:
         """Return the engine's id of a request, or one that it does not know."""
-        ours = self._ours.pop(request_id, -1)
-        self._theirs.pop(ours, None)
-        self._begun.discard(ours)
-        return ours
+        engine_id = self._engine_ids.pop(request_id, -1)
+        self._client_ids.pop(engine_id, None)
+        self._begun.discard(engine_id)
+        return engine_id
 
     def _send(self, events: list[Event]) -> None:
         packed = []
         for event in events:
-            theirs = self._theirs.get(event.request_id)
-            if theirs is None:
+            client_id = self._client_ids.get(event.request_id)
+            if client_id is None:
                 continue
             is_last = event.finish_reason is not None
-            packed.append(messages.pack_event(event, theirs, whole=is_last or event.request_id not in self._begun))
+            packed.append(
+                messages.pack_event(event, client_id, with_metrics=is_last or event.request_id not in self._begun)
+            )
             self._begun.add(event.request_id)
             if is_last:
-                self._forget(theirs)
+                self._forget(client_id)
         if packed:
             self._connection.send(packed)
 

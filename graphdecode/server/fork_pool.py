@@ -20,7 +20,7 @@ from graphdecode.server.http import RESTARTING, HttpError
 from graphdecode.server.messages import MessageSocket, end_process, framed, receive
 
 CALLERS_KEPT = 10_000
-CHILDREN_PER_LANE = 2
+MAX_CHILDREN = 2
 MAX_WAITING = 256
 STACK_BYTES = 4 << 20  # stack of a child; the engine's process has a larger one for the same grammar
 _QUICK_CPU_SECONDS = 1
@@ -70,7 +70,7 @@ class PoolTimeouts(NamedTuple):
     """Timeouts in seconds that do not depend on the job."""
 
     quick_seconds: float = 5.0  # limit of a first attempt
-    taken_seconds: float = 5.0  # for the fork server to accept a job, which it does at once
+    accept_seconds: float = 5.0  # for the fork server to accept a job, which it does at once
     start_seconds: float = 120.0  # for the fork server to start
 
 
@@ -108,7 +108,7 @@ class _TooLongError(JobError):
     """A job exceeded its CPU time."""
 
 
-class Lane:
+class FairSemaphore:
     """A bounded number of children, with a fair queue of waiters."""
 
     def __init__(self) -> None:
@@ -120,28 +120,19 @@ class Lane:
     @contextlib.asynccontextmanager
     async def held(self, caller: str, size: int) -> AsyncGenerator[None, None]:
         """Wait for a free child (HttpError: too many wait), and hold it in the context."""
-        tag = self._queue.start_tag(caller, size)
-        if self._running < CHILDREN_PER_LANE:
-            self._running += 1
-        else:
-            await self._wait(tag)
-        self._queue.began(tag)
-        try:
-            yield
-        finally:
-            self._release()
-
-    async def _wait(self, tag: float) -> None:
-        mine = asyncio.get_running_loop().create_future()
-        heapq.heappush(self._waiting, (tag, next(self._numbers), mine))
+        tag, admitted = self._queue.start_tag(caller, size), asyncio.get_running_loop().create_future()
+        heapq.heappush(self._waiting, (tag, next(self._numbers), admitted))
+        self._admit()
         if len(self._waiting) > MAX_WAITING:
             self._refuse_last()
         try:
-            await mine
-        except asyncio.CancelledError:
-            if mine.done() and not mine.cancelled() and mine.exception() is None:  # both happened at once
-                self._release()
-            raise
+            await admitted
+            self._queue.began(tag)
+            yield
+        finally:
+            if admitted.done() and not admitted.cancelled() and admitted.exception() is None:
+                self._running -= 1
+                self._admit()
 
     def _refuse_last(self) -> None:
         """Drop cancelled waiters; if these are too few, refuse the last in order."""
@@ -153,20 +144,19 @@ class Lane:
             last[2].set_exception(full)
         heapq.heapify(self._waiting)
 
-    def _release(self) -> None:
-        while self._waiting:
+    def _admit(self) -> None:
+        while self._waiting and self._running < MAX_CHILDREN:
             _, _, other = heapq.heappop(self._waiting)
             if not other.done():  # else it was cancelled
                 other.set_result(None)
-                return
-        self._running -= 1
+                self._running += 1
 
 
 class ForkPool:
     """Client of the fork server, for use from one event loop; it starts the process when needed.
 
-    A job that takes more than a second is started again in a lane for slow ones. `state_maker` returns a picklable
-    function that makes, in the fork server, the first argument of all jobs; `modules` are imported there once.
+    A job that takes more than a second is started again among slow ones. `state_maker` returns a picklable function
+    that makes, in the fork server, the first argument of all jobs; `modules` are imported there once.
     """
 
     def __init__(
@@ -178,7 +168,7 @@ class ForkPool:
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
         self._start: asyncio.Task[socket.socket] | None = None
-        self._quick, self._slow = Lane(), Lane()
+        self._quick, self._slow = FairSemaphore(), FairSemaphore()
 
     @property
     def pid(self) -> int | None:
@@ -188,12 +178,11 @@ class ForkPool:
     async def run(
         self, function: Callable[..., Any], *arguments: Any, limits: JobLimits, caller: str, size: int
     ) -> Any:
-        """Return what `function(state, *arguments)` returns in a child; cancelling kills it.
+        """Return what `function(state, *arguments)` returns in a child, or raise its `GraphdecodeError`; cancelling
+        kills it.
 
-        Raises:
-            GraphdecodeError: what the function raised.
-            JobError: it exceeded a limit.
-            HttpError: too many jobs wait, the machine is under load, or the process has ended.
+        Raises `JobError` if it exceeds a limit, `HttpError` if too many jobs wait, the machine is under load, or the
+        process has ended.
         """
         job = Job(function, arguments, limits)
         quick = limits._replace(cpu_seconds=_QUICK_CPU_SECONDS, wall_seconds=self._timeouts.quick_seconds)
@@ -229,12 +218,12 @@ class ForkPool:
         try:
             writer.write(framed(job))
             try:
-                async with asyncio.timeout(self._timeouts.taken_seconds):
+                async with asyncio.timeout(self._timeouts.accept_seconds):
                     await receive(reader)
             except TimeoutError:
                 if self._control is control:
                     log.error("the preprocessing server does not respond; restarting it")
-                    self.close(at_once=True)
+                    self.close(force=True)
                 raise _overloaded("the preprocessing server did not respond, and is being restarted") from None
             async with asyncio.timeout(job.limits.wall_seconds):
                 message = await receive(reader)
@@ -264,7 +253,7 @@ class ForkPool:
         except Exception as error:
             if self._start is start:  # the first job that sees the error
                 log.error("the preprocessing server cannot be started: %s: %s", type(error).__name__, error)
-                self.close(at_once=True)
+                self.close(force=True)
             raise _server_ended() from error
 
     def _begin(self) -> socket.socket:
@@ -277,10 +266,10 @@ class ForkPool:
         here.setblocking(False)  # the event loop never waits for it
         return here
 
-    def close(self, *, at_once: bool = False) -> None:
+    def close(self, *, force: bool = False) -> None:
         """End the fork server and its children; the next job starts another one."""
         self._start = None
-        if at_once and self._process is not None:
+        if force and self._process is not None:
             self._process.kill()
         end_process(self._process, self._control, _END_SECONDS)
         if self._control is not None:

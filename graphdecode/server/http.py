@@ -99,22 +99,22 @@ HANDLERS: Mapping[Any, Callable[[Request, Exception], Awaitable[Response]]] = di
 class Bodies:
     """Reads request bodies, and bounds the memory of those in processing."""
 
-    def __init__(self, limits: ServerConfig) -> None:
-        self._limits = limits
+    def __init__(self, config: ServerConfig) -> None:
+        self._config = config
         self._held = 0  # bytes of large bodies
 
     @contextlib.asynccontextmanager
     async def read(self, request: Request) -> AsyncGenerator[bytes, None]:
         """Yield the body of a request, whose memory counts in the context; raises `HttpError` if it exceeds a bound."""
-        limits, data, counted = self._limits, bytearray(), 0
-        most = MAX_LARGE_BODIES * limits.max_body_bytes
+        config, data, counted = self._config, bytearray(), 0
+        most = MAX_LARGE_BODIES * config.max_body_bytes
         try:
             try:
-                async with asyncio.timeout(limits.idle_timeout_s or None):
+                async with asyncio.timeout(config.idle_timeout_s or None):
                     async for piece in request.stream():
                         data += piece
-                        if len(data) > limits.max_body_bytes:
-                            raise HttpError(413, f"the body is larger than {limits.max_body_bytes} bytes")
+                        if len(data) > config.max_body_bytes:
+                            raise HttpError(413, f"the body is larger than {config.max_body_bytes} bytes")
                         if len(data) > LARGE_BYTES:
                             self._held += len(data) - counted
                             counted = len(data)
@@ -131,7 +131,7 @@ class Bodies:
             self._held -= counted
 
 
-async def until_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:
+async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:
     """Return the result of `work`; cancel it and return None if the client disconnects (its body has been read)."""
 
     async def gone() -> None:

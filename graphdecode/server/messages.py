@@ -108,9 +108,9 @@ class EngineStatus(NamedTuple):
     adapters: AdapterStats = AdapterStats()
 
 
-def pack_event(event: Event, request_id: int, *, whole: bool) -> tuple[Any, ...]:
-    """Return an event as plain values; `whole`: with metrics (the first and the last event of a request)."""
-    kept = tuple(vars(event.metrics).values()) if whole else None
+def pack_event(event: Event, request_id: int, *, with_metrics: bool) -> tuple[Any, ...]:
+    """Return an event as plain values; `with_metrics`: in the first and the last event of a request."""
+    kept = tuple(vars(event.metrics).values()) if with_metrics else None
     return tuple(event._replace(request_id=request_id, metrics=kept))  # type: ignore[arg-type]
 
 

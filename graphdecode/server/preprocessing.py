@@ -23,7 +23,7 @@ class Preprocessor:
 
     model_name: str
     tokenizer: Any  # from transformers
-    limits: ServerConfig
+    config: ServerConfig
     sampling_defaults: SamplingParams  # from the checkpoint
     engine: EngineReady
     max_open: int  # outputs that run and wait at a time
@@ -59,11 +59,11 @@ class Preprocessor:
         self, params: SamplingParams, prompts: int, body: Generation, *, is_structured: bool
     ) -> TokenizedParams:
         """Check the parameters that all prompts of a request share; raises `HttpError` or `ArgumentError`."""
-        most = self.limits.max_prompts
+        most = self.config.max_prompts
         if not 1 <= prompts <= most:
             raise HttpError(400, f"prompt must be 1..{most} prompts, got {prompts}", param="prompt")
-        if params.n > self.limits.max_answers:
-            raise HttpError(400, f"n must be at most {self.limits.max_answers}, got {params.n}", param="n")
+        if params.n > self.config.max_answers:
+            raise HttpError(400, f"n must be at most {self.config.max_answers}, got {params.n}", param="n")
         if prompts * params.n > self.max_open:
             message = (
                 f"n: {prompts} prompts with {params.n} outputs each are {prompts * params.n}, and {self.max_open} "

@@ -144,10 +144,10 @@ def bind(host: str, port: int) -> socket.socket:
     return bound
 
 
-class Served(Protocol):
+class ServedModel(Protocol):
     """An engine (`Service`), or several (`Cluster`)."""
 
-    limits: ServerConfig
+    config: ServerConfig
     draining: bool  # new requests are refused
 
     @property
@@ -157,12 +157,12 @@ class Served(Protocol):
     async def start(self) -> None:
         """Load, and return when requests can be answered."""
 
-    def close(self, *, at_once: bool = False) -> None:
-        """End; `at_once`: without waiting for requests in flight."""
+    def close(self, *, force: bool = False) -> None:
+        """End; `force`: without waiting for requests in flight."""
 
 
 async def run(
-    served: Served, make_app: Callable[[], ASGIApp], bound: socket.socket, on_ready: Callable[[], None]
+    served: ServedModel, make_app: Callable[[], ASGIApp], bound: socket.socket, on_ready: Callable[[], None]
 ) -> None:
     """Start one or several engines (`ArgumentError`: a wrong model or setting), and serve until SIGTERM or Ctrl-C.
 
@@ -180,13 +180,13 @@ async def run(
         if not loading.done():
             loading.cancel()
             log.info("stopping before the model is loaded")
-            shutdown.at_once.set()
+            shutdown.forced.set()
             with contextlib.suppress(asyncio.CancelledError):
                 await loading
             sys.exit(128 + shutdown.signal)
         loading.result()
         on_signals(shutdown.take_signal)  # loading may have replaced the handlers: Ray does
-        server = make_server(make_app(), served.limits)
+        server = make_server(make_app(), served.config)
         shutdown.on_second_signal = server.end_now
         serving = asyncio.ensure_future(server.serve(sockets=[bound]))
         while not server.started and not serving.done():
@@ -199,22 +199,22 @@ async def run(
         server.should_exit = True
         await serving
     finally:
-        served.close(at_once=shutdown.at_once.is_set())
+        served.close(force=shutdown.forced.is_set())
         bound.close()
 
 
-def make_server(app: ASGIApp, limits: ServerConfig) -> _Server:
+def make_server(app: ASGIApp, config: ServerConfig) -> _Server:
     """Return a server of an application."""
     bounds = {
-        "timeout_seconds": limits.idle_timeout_s or None,
-        "max_connections": limits.max_connections,
-        "max_message_bytes": _FRAMING * limits.max_body_bytes + MAX_HEAD_BYTES,
+        "timeout_seconds": config.idle_timeout_s or None,
+        "max_connections": config.max_connections,
+        "max_message_bytes": _FRAMING * config.max_body_bytes + MAX_HEAD_BYTES,
     }
     protocol = type("BoundedProtocol", (BoundedProtocol,), bounds)
     logger = logging.getLogger("uvicorn.error")
     if _is_unexpected not in logger.filters:
         logger.addFilter(_is_unexpected)
-    config = uvicorn.Config(
+    uvicorn_config = uvicorn.Config(
         app,
         interface="asgi3",  # uvicorn cannot infer it from a method that Ray has wrapped
         lifespan="off",
@@ -225,10 +225,10 @@ def make_server(app: ASGIApp, limits: ServerConfig) -> _Server:
         backlog=_BACKLOG,
         http=protocol,
         ws="none",
-        timeout_keep_alive=int(limits.idle_timeout_s) or 5,
+        timeout_keep_alive=int(config.idle_timeout_s) or 5,
         timeout_graceful_shutdown=1,
     )
-    return _Server(config)
+    return _Server(uvicorn_config)
 
 
 class _Server(uvicorn.Server):
@@ -257,17 +257,17 @@ def off_signals() -> None:
 
 
 class _Shutdown:
-    def __init__(self, served: Served) -> None:
+    def __init__(self, served: ServedModel) -> None:
         self._served = served
         self.ending = asyncio.Event()  # by a first signal
-        self.at_once = asyncio.Event()  # by a second one
+        self.forced = asyncio.Event()  # by a second one
         self.on_second_signal: Callable[[], object] = lambda: None
         self.signal = 0  # the last one's number
 
     def take_signal(self, number: int) -> None:
         self.signal = number
         if self.ending.is_set():
-            self.at_once.set()
+            self.forced.set()
             self.on_second_signal()
         self._served.draining = True
         self.ending.set()
@@ -279,8 +279,8 @@ class _Shutdown:
         if running:
             log.warning("finishing %d requests; a second signal ends immediately", running)
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self._served.limits.drain_timeout_s):
-                while self._served.num_open and not self.at_once.is_set():
+            async with asyncio.timeout(self._served.config.drain_timeout_s):
+                while self._served.num_open and not self.forced.is_set():
                     await asyncio.sleep(_POLL_SECONDS)
 
 

@@ -19,7 +19,7 @@ from graphdecode.server.fork_pool import FairQueue, ForkPool
 from graphdecode.server.http import RESTARTING, Bodies, HttpError
 from graphdecode.server.messages import EngineSetup
 from graphdecode.server.preprocessing import Preprocessor
-from graphdecode.server.structured_outputs import GrammarReader, StructuredOutput
+from graphdecode.server.structured_outputs import GrammarCompiler, StructuredOutput
 from graphdecode.server.telemetry import Metrics, Tracer, otlp_tracer
 from graphdecode.text.async_llm import AsyncFront
 from graphdecode.text.grammar import is_available
@@ -33,10 +33,10 @@ _RETRY_AFTER = {"Retry-After": "1"}
 log = logging.getLogger(__name__)
 
 
-def lora_modules(limits: ServerConfig) -> dict[str, str]:
+def lora_modules(config: ServerConfig) -> dict[str, str]:
     """Return the adapters to load at startup: name -> folder; raises ArgumentError for a malformed one."""
     found: dict[str, str] = {}
-    for given in limits.lora_modules:
+    for given in config.lora_modules:
         name, _, folder = given.partition("=")
         if not name or not folder or name in found:
             raise ArgumentError(f"lora_modules must be NAME=FOLDER with distinct names, got {given!r}")
@@ -53,8 +53,8 @@ class Service:
         name: str,
         tokenizer: Any,
         sampling_defaults: dict[str, Any],
-        config: EngineConfig,
-        limits: ServerConfig,
+        settings: EngineConfig,
+        config: ServerConfig,
         *,
         version: str = "",
         progress: bool = False,
@@ -63,31 +63,31 @@ class Service:
         self.version = version
         self.model_name = name
         self.tokenizer = tokenizer
-        self.limits = limits
+        self.config = config
         self.sampling_defaults = SamplingParams(**sampling_defaults)
-        self.request_timeout = limits.request_timeout_s or None
+        self.request_timeout = config.request_timeout_s or None
         self.draining = False  # new requests are refused
         self._reserved = 0  # outputs that were admitted, and are not submitted yet
-        self._max_open = config.buckets.max_batch_size + limits.max_waiting
-        adapters = lora_modules(limits)
-        if adapters and not config.max_adapters:
-            config = config.with_settings(max_adapters=len(adapters))
+        self._max_open = settings.buckets.max_batch_size + config.max_waiting
+        adapters = lora_modules(config)
+        if adapters and not settings.max_adapters:
+            settings = settings.with_settings(max_adapters=len(adapters))
         serialized = tokenizer.backend_tokenizer.to_str() if is_available() else None
-        setup = EngineSetup(path, config, progress, serialized, tuple(adapters.items()))
+        setup = EngineSetup(path, settings, progress, serialized, tuple(adapters.items()))
         self.work = ForkPool(lambda: partial(Preprocessor.warm, self.preprocessor), _POOL_MODULES)
         self.client = EngineClient(
             setup,
             on_events=lambda events: self.router.deliver(events),
             on_status=lambda status: self.metrics.take_status(status),
         )
-        self.grammar_reader = GrammarReader(self.work, self.client)
+        self.grammar_compiler = GrammarCompiler(self.work, self.client)
         self.router = Router(self.client, "the server was shut down")
         self.front = AsyncFront(self.router, lambda: None)  # the engine's process steps by itself
         self.metrics = Metrics(name, self.client)
-        endpoint = limits.otlp_traces_endpoint
+        endpoint = config.otlp_traces_endpoint
         self.tracer: Tracer | None = None if endpoint is None else otlp_tracer(name, endpoint, version)
         self.queue = FairQueue()
-        self.bodies = Bodies(limits)
+        self.bodies = Bodies(config)
         self._unknown_fields: set[str] = set()
 
     async def start(self) -> None:
@@ -100,11 +100,11 @@ class Service:
         assert self.client.ready is not None
         defaults, engine = self.sampling_defaults, self.client.ready
         known = self.client.adapters.keys()
-        return Preprocessor(self.model_name, self.tokenizer, self.limits, defaults, engine, self._max_open, known)
+        return Preprocessor(self.model_name, self.tokenizer, self.config, defaults, engine, self._max_open, known)
 
     async def load_adapter(self, name: str, folder: str) -> None:
         """Load an adapter from `lora_folder`; raises `HttpError`, or as `EngineClient.change_adapter`."""
-        allowed = self.limits.lora_folder
+        allowed = self.config.lora_folder
         if allowed is None:
             raise HttpError(403, "requests cannot load adapters: [server] lora_folder is not set")
         if name == self.model_name:
@@ -117,7 +117,7 @@ class Service:
 
     async def unload_adapter(self, name: str) -> None:
         """Forget an adapter; raises `HttpError`, or as `EngineClient.change_adapter`."""
-        if self.limits.lora_folder is None:
+        if self.config.lora_folder is None:
             raise HttpError(403, "requests cannot unload adapters: [server] lora_folder is not set")
         if name not in self.client.adapters:
             raise HttpError(404, f"there is no adapter {name[:200]!r}", param="lora_name", code="model_not_found")
@@ -126,7 +126,7 @@ class Service:
     @property
     def api_keys(self) -> list[str]:
         """API keys of /v1; empty: no key is needed."""
-        return [*self.limits.api_keys, *filter(None, [os.environ.get(_KEY_VARIABLE)])]
+        return [*self.config.api_keys, *filter(None, [os.environ.get(_KEY_VARIABLE)])]
 
     @property
     def is_healthy(self) -> bool:
@@ -167,7 +167,7 @@ class Service:
         grammar = None
         if structured is not None:
             try:
-                grammar = await self.grammar_reader.grammar(structured.params, caller)
+                grammar = await self.grammar_compiler.grammar(structured.params, caller)
             except ArgumentError as error:
                 raise HttpError(400, structured.error_text(error), param=structured.field) from error
         parents, input_processor = [], self.preprocessor.input_processor
@@ -189,10 +189,10 @@ class Service:
             self._unknown_fields |= new
             log.warning("ignored fields: %s", ", ".join(sorted(new)))
 
-    def close(self, *, at_once: bool = False) -> None:
+    def close(self, *, force: bool = False) -> None:
         """End the engine; requests in flight fail."""
         self.work.close()
-        self.client.close(at_once=at_once)
+        self.client.close(force=force)
         self.router.close()
         if self.tracer is not None:
             self.tracer.close()

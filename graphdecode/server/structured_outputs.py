@@ -8,8 +8,9 @@ import json
 import resource
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, fields
 from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 import numpy as np
 
@@ -28,7 +29,7 @@ from graphdecode.text.grammar import MAX_GRAMMAR_LENGTH
 # llguidance's options for arguments: unsupported keywords are refused; JSON is spaced as chat templates write it
 _STRICT = {"lenient": False, "whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _KNOWN = frozenset(field.name for field in fields(StructuredOutputsParams))
-_READING_LIMITS = JobLimits(cpu_seconds=4, wall_seconds=60.0, memory_bytes=512 << 20)
+_COMPILING_LIMITS = JobLimits(cpu_seconds=4, wall_seconds=60.0, memory_bytes=512 << 20)
 _RESULTS_KEPT, _RESULTS_BYTES = 256, 8 << 20
 _LEAST_SIZE = 1 << 14  # size of a job, for fairness: small grammars may take long, too
 
@@ -169,56 +170,34 @@ class _Results(OrderedDict[bytes, str]):
             self.popitem(last=False)
 
 
-@dataclass
-class _Job:
-    task: asyncio.Task[str]
-    num_waiting: int = 0  # requests
-
-
-class GrammarReader:
+class GrammarCompiler:
     """Compiles structured outputs in a child process, caches the results, and sends the grammars to the engine."""
 
     def __init__(self, pool: ForkPool, engine: EngineClient) -> None:
         self._pool = pool
         self._engine = engine
         self._errors, self._grammars = _Results(), _Results()
-        self._jobs: dict[tuple[str, bytes], _Job] = {}
+        self._locks: WeakValueDictionary[tuple[str, bytes], asyncio.Lock] = WeakValueDictionary()
 
     async def grammar(self, params: StructuredOutputsParams, caller: str) -> str:
         """Return the grammar of a structured output.
 
-        Raises:
-            ArgumentError: it is invalid, or compiling it takes too long.
-            HttpError: it could not be compiled now.
+        Raises `ArgumentError` if it is invalid or takes too long, `HttpError` if it could not be compiled now.
         """
         data = json.dumps(asdict(params)).encode()
         digest = hashlib.blake2b(data).digest()
-        error, grammar = self._errors.get(digest), self._grammars.get(digest)
-        if error is not None:
-            raise ArgumentError(error)
-        if grammar is not None and self._engine.has_grammar(grammar):
-            return grammar
-        key = caller, digest  # requests of one caller share a job
-        job = self._jobs.get(key)
-        if job is None:
-            reading = self._read(key, params, _LEAST_SIZE + len(data))
-            job = self._jobs[key] = _Job(asyncio.create_task(reading, name="grammar"))
-            job.task.add_done_callback(lambda task: task.cancelled() or task.exception())  # no request may be left
-        job.num_waiting += 1
-        try:
-            return await asyncio.shield(job.task)
-        finally:
-            job.num_waiting -= 1
-            if not job.num_waiting:
-                job.task.cancel()
-                if self._jobs.get(key) is job:
-                    del self._jobs[key]
+        async with self._locks.setdefault((caller, digest), asyncio.Lock()):  # one request of a caller reads for all
+            error, grammar = self._errors.get(digest), self._grammars.get(digest)
+            if error is not None:
+                raise ArgumentError(error)
+            if grammar is not None and self._engine.has_grammar(grammar):
+                return grammar
+            return await self._read(params, digest, caller, _LEAST_SIZE + len(data))
 
-    async def _read(self, key: tuple[str, bytes], params: StructuredOutputsParams, size: int) -> str:
-        caller, digest = key
+    async def _read(self, params: StructuredOutputsParams, digest: bytes, caller: str, size: int) -> str:
         try:
             read: AddGrammar = await self._pool.run(
-                read_grammar, params, limits=_READING_LIMITS, caller=caller, size=size
+                compiled_grammar, params, limits=_COMPILING_LIMITS, caller=caller, size=size
             )
         except (ArgumentError, JobError) as error:
             if isinstance(error, JobError):
@@ -231,7 +210,7 @@ class GrammarReader:
         return read.grammar
 
 
-def read_grammar(preprocessor: Preprocessor, params: StructuredOutputsParams) -> AddGrammar:
+def compiled_grammar(preprocessor: Preprocessor, params: StructuredOutputsParams) -> AddGrammar:
     """Compile a structured output as the engine's process will, and its first mask; raises `ArgumentError`."""
     before = _most_resident_bytes()
     grammars = preprocessor.input_processor.grammars

@@ -22,7 +22,7 @@ class ToolFormat:
     name: str
     opening: str  # text before a call or a list of calls; "": an output that begins with `{` is a call
     closing: str  # text after it; "": it ends with its JSON
-    sign: str  # text by which a chat template of this format is known
+    marker: str  # text by which a chat template of this format is known
     is_special: bool = False  # whether `opening` is a special token
     arguments: str = "arguments"  # the key of a call's arguments
 
@@ -49,7 +49,7 @@ class ToolCall(NamedTuple):
 
 def format_of(chat_template: str | None) -> ToolFormat | None:
     """Return the format that a chat template uses; None: it has no tools."""
-    return next((tool_format for tool_format in FORMATS if chat_template and tool_format.sign in chat_template), None)
+    return next((tool_format for tool_format in FORMATS if chat_template and tool_format.marker in chat_template), None)
 
 
 class _JsonExtent:
@@ -195,9 +195,8 @@ def messages_with_tools(
 ) -> list[Any]:
     """Describe tools in messages, for templates without tools; calls become content, results become user messages.
 
-    Args:
-        choice: the request's `tool_choice`.
-        to_user: describe them in the user's first message, for templates without system messages.
+    `choice` is the request's `tool_choice`. `to_user`: in the user's first message, for templates without system
+    messages.
     """
     plain = _as_plain(messages)
     if not tools:

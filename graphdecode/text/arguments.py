@@ -19,14 +19,10 @@ _DICT_KEYS = {"prompt", "prompt_token_ids"}
 
 
 def as_prompt(prompt: Any) -> str | list[int]:
-    """Return one prompt as a text or a list of token ids.
+    """Return one prompt as a text or a list of token ids; raises ArgumentError for anything else.
 
-    Args:
-        prompt: a text; integers in a sequence, a NumPy array or a tensor; or vLLM's dict, where `prompt_token_ids`
-            takes precedence over `prompt`.
-
-    Raises:
-        ValueError: it is none of these, or a text with surrogates.
+    It may be a text; integers in a sequence, a NumPy array or a tensor; or vLLM's dict, where `prompt_token_ids` takes
+    precedence over `prompt`.
     """
     if isinstance(prompt, Mapping):
         if not prompt or set(prompt) - _DICT_KEYS:
@@ -47,11 +43,7 @@ def as_prompt(prompt: Any) -> str | list[int]:
 
 
 def as_prompts(prompts: Any) -> list[str | list[int]]:
-    """Return one prompt, or an iterable of prompts, as a list; integers are one prompt.
-
-    Raises:
-        ValueError: it is neither.
-    """
+    """Return one prompt, or an iterable of prompts, as a list; integers are one prompt."""
     if isinstance(prompts, str | Mapping):
         return [as_prompt(prompts)]
     prompts = _listed(prompts)

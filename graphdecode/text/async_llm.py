@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias, Unpack
 
-from graphdecode.config.vllm_names import no_attribute, refusing_calls
+from graphdecode.config.vllm_names import CALL_KEYWORDS, no_attribute, refusing
 from graphdecode.engine import SamplingParams
 from graphdecode.errors import AnswerError, ArgumentError
 from graphdecode.text.arguments import LoRARequest, Prompt, as_params, as_priorities, as_prompt
@@ -32,42 +32,12 @@ class AsyncFront:
         self.router = router
         self._on_work = on_work
         self._wakers: _Wakers = weakref.WeakKeyDictionary()
-        self._named: dict[str, list[ParentRequest]] = {}  # in progress, by request id
-
-    async def outputs(self, parent: ParentRequest, request_id: str | None) -> AsyncGenerator[RequestOutput, None]:
-        """Submit a prompt, and yield its output so far at each change; leaving aborts it.
-
-        Raises:
-            ArgumentError: it was refused.
-            AnswerError: the engine was closed, or a step failed.
-        """
-        if request_id is not None:
-            parent.output.request_id = request_id
-            self._named.setdefault(request_id, []).append(parent)
-        try:
-            async with contextlib.aclosing(self.follow([parent])) as updates:
-                async for _ in updates:
-                    outputs = [state.snapshot() for state in parent.states]
-                    yield replace(parent.output, outputs=outputs, metrics=replace(parent.output.metrics))
-        finally:
-            if request_id is not None:
-                self._named[request_id].remove(parent)
-                if not self._named[request_id]:
-                    del self._named[request_id]
-
-    def abort(self, names: Iterable[str]) -> None:
-        """Abort the requests with some ids."""
-        parents = [parent for name in names for parent in self._named.get(name, ())]
-        self.router.abort([state for parent in parents for state in parent.states])
 
     async def follow(self, parents: Sequence[ParentRequest]) -> AsyncGenerator[None, None]:
         """Submit prompts, and yield at each change until all outputs are finished; leaving aborts them.
 
-        `RequestState.pieces` holds the new text.
-
-        Raises:
-            ArgumentError: one was refused.
-            AnswerError: the engine was closed, or a step failed.
+        `RequestState.pieces` holds the new text. Raises `ArgumentError` if one was refused, `AnswerError` if the engine
+        was closed or a step failed.
         """
         states = [state for parent in parents for state in parent.states]
         changed, loop = asyncio.Event(), asyncio.get_running_loop()
@@ -122,24 +92,18 @@ class Waker:
 
 
 class AsyncLLM:
-    """`LLM` for the tasks of an event loop, with a thread that steps while there is work.
-
-    Args:
-        model: as for `LLM`, and so are `options`.
-
-    Raises:
-        ValueError: as `LLM`.
-    """
+    """`LLM`, with its arguments, for the tasks of an event loop: a thread steps while there is work."""
 
     def __init__(self, model: Any, **options: Any) -> None:
         self.llm = LLM(model, **options)
         self._front = AsyncFront(self.llm.router, self._wake)
+        self._running: dict[int, ParentRequest] = {}  # by identity
         self._work = threading.Condition()
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="graphdecode-engine", daemon=True)
         self._thread.start()
 
-    @refusing_calls()
+    @refusing(CALL_KEYWORDS)
     def generate(
         self,
         prompt: Prompt,
@@ -151,18 +115,9 @@ class AsyncLLM:
     ) -> AsyncIterator[RequestOutput]:
         """Yield the output of one prompt so far at each change; leaving the iterator aborts the request.
 
-        `structured_outputs` are compiled in a thread: a large one delays only its own request.
-
-        Args:
-            prompt: as for `LLM.generate`.
-            sampling_params: None means the defaults.
-            request_id: id of the outputs; None: a number.
-            priority: the lowest is served first.
-            lora_request: the adapter; see `LLM.stream`.
-
-        Raises:
-            ValueError: not a prompt, or it can never fit.
-            AnswerError: this was closed, or a step of the engine failed.
+        `structured_outputs` are compiled in a thread: a large one delays only its own request. `request_id` is that of
+        the outputs; None: a number. Arguments and errors are those of `LLM.stream`, with any `n`, and an `AnswerError`
+        if this was closed or a step failed.
         """
         (params,) = as_params(sampling_params, 1)
         item = as_prompt(prompt)
@@ -171,7 +126,7 @@ class AsyncLLM:
         make = partial(self.llm.input_processor.process, item, params, priority=first, adapter=adapter)
         return self._outputs(make, params, request_id)
 
-    @refusing_calls(*ChatOptions.__annotations__)
+    @refusing(CALL_KEYWORDS, *ChatOptions.__annotations__)
     def chat(
         self,
         messages: Sequence[Message],
@@ -183,13 +138,7 @@ class AsyncLLM:
     ) -> AsyncIterator[RequestOutput]:
         """Generate the next message of one conversation, as `generate` does for a prompt.
 
-        Args:
-            messages: one conversation; these, `sampling_params` and `options` are as for `LLM.chat`.
-            lora_request: the adapter; see `LLM.stream`.
-
-        Raises:
-            ValueError: messages are malformed, there is no chat template, or the conversation can never fit.
-            AnswerError: this was closed, or a step of the engine failed.
+        Arguments and errors are those of `LLM.chat`.
         """
         (params,) = as_params(self.llm.default_chat_params() if sampling_params is None else sampling_params, 1)
         chat = render_chat(self.llm.tokenizer, messages, **options)
@@ -201,15 +150,24 @@ class AsyncLLM:
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
         """Abort the requests with one or several ids, with the `finish_reason` "abort"; unknown ids are ignored."""
-        self._front.abort([request_id] if isinstance(request_id, str) else request_id)
+        ids = {request_id} if isinstance(request_id, str) else set(request_id)
+        parents = [parent for parent in self._running.values() if parent.output.request_id in ids]
+        self.llm.router.abort([state for parent in parents for state in parent.states])
 
     async def _outputs(
         self, make: Callable[[], ParentRequest], params: SamplingParams, request_id: str | None
     ) -> AsyncGenerator[RequestOutput, None]:
         parent = make() if params.structured_outputs is None else await asyncio.to_thread(make)
-        async with contextlib.aclosing(self._front.outputs(parent, request_id)) as outputs:
-            async for output in outputs:
-                yield output
+        if request_id is not None:
+            parent.output.request_id = request_id
+        self._running[id(parent)] = parent
+        try:
+            async with contextlib.aclosing(self._front.follow([parent])) as updates:
+                async for _ in updates:
+                    outputs = [state.snapshot() for state in parent.states]
+                    yield replace(parent.output, outputs=outputs, metrics=replace(parent.output.metrics))
+        finally:
+            del self._running[id(parent)]
 
     if not TYPE_CHECKING:  # see `LLM`
 

@@ -33,10 +33,9 @@ class TokenAutomata:
         self._eos_token_ids = list(eos_token_ids)
 
     def of(self, grammar: str, matcher: LLMatcher) -> TokenAutomaton | None:
-        """Return the automaton of a grammar; None if it is neither choices nor a plain regex, or is too large.
+        """Return the automaton of a grammar with the masks of `matcher`, which is in its first state.
 
-        Args:
-            matcher: the grammar's, in its first state; the automaton must have the same masks.
+        None if it is neither choices nor a plain regex, or is too large.
         """
         try:
             expression = _expression(grammar)
@@ -75,14 +74,10 @@ def _expression(grammar: str) -> str | None:
 
 
 class _Walk:
-    """Walks through the states of a byte automaton token by token, and compares each with llguidance's matcher.
+    """Walks through the states of an automaton over bytes token by token, and compares each with llguidance's matcher.
 
-    Args:
-        by_byte: the automaton over bytes.
-        eos_token_ids: tokens that the matcher allows where the text may end.
-
-    Raises:
-        UnknownPatternError: there are too many states, or the matcher allows other tokens.
+    Raises `UnknownPatternError` if there are too many states, or the matcher allows other tokens than the automaton,
+    and `eos_token_ids` where the text may end.
     """
 
     def __init__(
@@ -151,14 +146,7 @@ class _Walk:
         return [(int(target), int(tokens[np.argmax(targets == target)])) for target in found]
 
     def automaton(self, vocab_size: int, never: Sequence[int]) -> TokenAutomaton:
-        """Return the automaton, with states numbered as they were reached.
-
-        Args:
-            never: tokens that the matcher allows where the text may end, but that do not end the model's outputs.
-
-        Raises:
-            UnknownPatternError: there are too many classes of tokens.
-        """
+        """Return the automaton without the tokens `never`, which end a text, but not the model's outputs."""
         states = list(self._numbers)
         number_of = np.full(len(self._by_byte), -1, dtype=np.int32)
         number_of[states] = np.arange(len(states))

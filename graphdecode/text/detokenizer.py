@@ -7,8 +7,6 @@ from typing import Any
 
 from tokenizers.decoders import DecodeStream
 
-from graphdecode.text.outputs import Lazy
-
 
 class Detokenizer:
     """Incremental text of one output.
@@ -18,7 +16,6 @@ class Detokenizer:
 
     Args:
         tokenizer: a `tokenizers.Tokenizer`.
-        skip_special_tokens: leave special tokens out.
         min_tokens: tokens before which stop strings are ignored.
         spaced: put the tokenizer's spaces between special tokens.
         include_stop: cut after the stop string; nothing is held back for it.
@@ -46,15 +43,10 @@ class Detokenizer:
         self._longest_stop = max(map(len, stop_strings), default=0)
         self._min_tokens = min_tokens
         self._include_stop = include_stop
-        self._text = ""
+        self.text = ""  # all that is complete
         self._handed_out = 0
         self._seen = 0  # no stop string begins before this position
         self._ids: list[int] = []
-
-    @property
-    def text(self) -> str:
-        """All text so far that is complete."""
-        return self._text
 
     def push(self, token_id: int) -> str | None:
         """Take the next token; return the stop string that it completed, if any."""
@@ -71,45 +63,40 @@ class Detokenizer:
         return self._append(piece) if piece else None
 
     def _append(self, piece: str) -> str | None:
-        before = len(self._text)
-        self._text += piece
+        before = len(self.text)
+        self.text += piece
         if not self._stop_strings or len(self._ids) <= self._min_tokens:
             return None
         # where a stop string that ends in the new piece can begin
         starts = [(stop, max(before - len(stop) + 1, 0)) for stop in self._stop_strings]
-        hits = [(at, stop) for stop, start in starts if (at := self._text.find(stop, start)) >= 0]
+        hits = [(at, stop) for stop, start in starts if (at := self.text.find(stop, start)) >= 0]
         if not hits:
             return None
         at, stop = min(hits)
-        self._text = self._text[: at + len(stop) if self._include_stop else at]
+        self.text = self.text[: at + len(stop) if self._include_stop else at]
         return stop
 
     def finish(self) -> str | None:
         """Add the text of unfinished characters; return the stop string that it completes, if any."""
         whole = self._tokenizer.decode(self._ids, skip_special_tokens=self._skip_special_tokens)
-        if len(whole) > len(self._text) and whole.startswith(self._text):
-            return self._append(whole[len(self._text) :])
+        if len(whole) > len(self.text) and whole.startswith(self.text):
+            return self._append(whole[len(self.text) :])
         return None
 
     def take(self, final: bool = False) -> str:
         """Return the new text that is safe to show; with `final` all of it."""
-        end = len(self._text) if final else len(self._text) - self._held_back()
-        piece = self._text[self._handed_out : end]
+        end = len(self.text) if final else len(self.text) - self._held_back()
+        piece = self.text[self._handed_out : end]
         self._handed_out = max(end, self._handed_out)
         return piece
-
-    def shown(self) -> Lazy[str]:
-        """Return the text that `take` has returned so far; it is copied when it is read."""
-        length = self._handed_out  # later tokens change nothing before it
-        return Lazy(lambda: self._text[:length])
 
     def _held_back(self) -> int:
         if self._include_stop or not self._stop_strings:
             return 0
-        end = len(self._text)
+        end = len(self.text)
         # each position is checked once
         self._seen = min(max(self._seen, end - self._longest_stop + 1), end)
-        while self._seen < end and not self._begins_a_stop(self._text[self._seen :]):
+        while self._seen < end and not self._begins_a_stop(self.text[self._seen :]):
             self._seen += 1
         return end - self._seen
 

@@ -35,8 +35,7 @@ def is_available() -> bool:
 class Grammars:
     """Compiles structured outputs to constraints for one vocabulary; thread-safe.
 
-    Args:
-        tokenizer: a `tokenizers.Tokenizer`, or its `to_str()`.
+    `tokenizer` is a `tokenizers.Tokenizer`, or its `to_str()`.
     """
 
     def __init__(self, tokenizer: Any, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
@@ -49,10 +48,9 @@ class Grammars:
         self._compiled = lru_cache(_KEPT)(self.compiled)
 
     def load(self) -> LLTokenizer:
-        """Return the vocabulary, loaded at the first call; large ones take a second.
+        """Return the vocabulary, loaded at the first call, which may take a second.
 
-        Raises:
-            ArgumentError: llguidance is not installed, or cannot read this tokenizer.
+        Raises `ArgumentError` if llguidance is not installed, or cannot read this tokenizer.
         """
         if not is_available():
             raise ArgumentError("structured_outputs: needs llguidance: pip install 'graphdecode[structured]'")
@@ -74,11 +72,7 @@ class Grammars:
             return self._vocabulary
 
     def grammar(self, params: StructuredOutputsParams) -> str:
-        """Return the grammar of a structured output as text, for `constraint`.
-
-        Raises:
-            ArgumentError: it cannot be enforced; the message names the keyword or the position.
-        """
+        """Return the text of a structured output's grammar; raises `ArgumentError` if it cannot be enforced."""
         self.load()
         with _as_argument_errors(params.kind):
             grammar = _grammar_text(params)
@@ -101,30 +95,20 @@ class Grammars:
             raise ArgumentError(f"structured_outputs: {kind} cannot be kept: {reason}")
 
     def constraint(self, grammar: str) -> Constraint:
-        """Return a new constraint for what `grammar` returned.
-
-        Raises:
-            ConstraintError: it cannot be compiled.
-        """
+        """Return a new constraint for a grammar; raises `ConstraintError` if it cannot be compiled."""
         try:
             return self.new_constraint(self._compiled(grammar))
         except ArgumentError as error:
             raise ConstraintError(str(error)) from error
 
     def warm(self) -> None:
-        """Compute what all grammars share.
-
-        Raises:
-            ArgumentError: as `load`.
-        """
+        """Compute what all grammars share; raises as `load`."""
         self._automata.warm()
 
     def compiled(self, grammar: str) -> LLMatcher | TokenAutomaton:
         """Compile a grammar to a matcher, or to an automaton, which is picklable.
 
-        Raises:
-            ArgumentError: it cannot be read, or no text matches it.
-            ConstraintError: likewise.
+        Raises `ArgumentError` or `ConstraintError` if it cannot be read, or no text matches it.
         """
         from llguidance import LLMatcher, LLParserLimits
 
@@ -143,7 +127,7 @@ class Grammars:
         if isinstance(compiled, TokenAutomaton):
             return AutomatonConstraint(compiled, self._eos_token_ids)
         never = () if self._eos_token_ids else (self.load().eos_token,)
-        return TokenGrammar(compiled.deep_copy(), self._masks, self._eos_token_ids, never)
+        return GrammarConstraint(compiled.deep_copy(), self._masks, self._eos_token_ids, never)
 
     @cached_property
     def _masks(self) -> _MaskBatch:
@@ -212,12 +196,10 @@ class _MaskBatch:
         return self._words
 
 
-class TokenGrammar(Constraint):
+class GrammarConstraint(Constraint):
     """Constrains one output to a grammar; see `graphdecode.engine.constraint.Constraint`.
 
-    Args:
-        eos_token_ids: tokens that the matcher allows where the output may end.
-        never: tokens that it allows there, but that do not end the model's outputs.
+    `never` are tokens that the matcher allows where the output may end, but that do not end the model's outputs.
     """
 
     def __init__(

@@ -16,9 +16,8 @@ from graphdecode.engine.engine import as_int64, derived_seed
 from graphdecode.engine.request import RequestRules
 from graphdecode.errors import ArgumentError, shown
 from graphdecode.text.grammar import Grammars
-from graphdecode.text.light_tokenizer import is_tokenizers_own
-from graphdecode.text.outputs import CompletionOutput, RequestOutput
-from graphdecode.text.request_state import RequestState
+from graphdecode.text.light_tokenizer import is_tokenizer_error
+from graphdecode.text.outputs import CompletionOutput, RequestOutput, RequestState
 
 
 @dataclass(frozen=True)
@@ -74,14 +73,7 @@ class InputProcessor:
         self._numbers = itertools.count()
 
     def encode(self, prompt: str | list[int], *, special: bool = True) -> list[int]:
-        """Return a prompt's token ids; given ids stay as they are.
-
-        Args:
-            special: add the tokenizer's special tokens.
-
-        Raises:
-            ArgumentError: a text without a tokenizer, or the tokenizer fails.
-        """
+        """Return a prompt's token ids, with the tokenizer's special tokens if `special`; given ids stay as they are."""
         if not isinstance(prompt, str):
             return prompt
         if self._tokenizer is None:
@@ -110,15 +102,14 @@ class InputProcessor:
             adapter: its name; None: the base model.
 
         Raises:
-            ArgumentError: the prompt or a parameter is a text, and there is no tokenizer, or it fails.
+            ArgumentError: there is no tokenizer for a text, or it fails.
         """
         token_ids = self.encode(prompt) if token_ids is None else token_ids
         if self._tokenizer is None and (params.stop_strings or params.bad_words):
             raise ArgumentError("there is no tokenizer (skip_tokenizer_init): stop and bad_words must be None")
         structured, grammar = params.structured_outputs, None
-        shared = TokenizedParams(params, params, [], priority, adapter)
+        is_structured = structured is not None
         try:
-            is_structured = structured is not None
             shared = self.tokenized_params(params, priority=priority, is_structured=is_structured, adapter=adapter)
             tokenized = self.tokenized_prompt(prompt, token_ids, shared)
             if structured is not None:
@@ -127,7 +118,8 @@ class InputProcessor:
                 grammar = self.grammars.grammar(structured)
                 self.grammars.constraint(grammar)
         except (ArgumentError, ConstraintError) as error:
-            parent = self.parent_request(self._tokenized_prompt(prompt, token_ids, shared), None)
+            shared = TokenizedParams(params, params, [], priority, adapter)
+            parent = self.parent_request(self._truncated(prompt, token_ids, shared), None)
             parent.refuse(str(error))
             return parent
         return self.parent_request(tokenized, grammar)
@@ -137,9 +129,7 @@ class InputProcessor:
     ) -> TokenizedParams:
         """Tokenize and check the parameters that all prompts of a request share.
 
-        Raises:
-            ArgumentError: the tokenizer fails.
-            RequestError: no prompt can be served with them.
+        Raises `ArgumentError` if the tokenizer fails, `RequestError` if no prompt can be served with them.
         """
         words, rules = tuple(dict.fromkeys(params.bad_words or ())), self._rules
         rules.check_count("bad_words", len(words), "max_bad_words")  # before tokenizing each
@@ -157,28 +147,15 @@ class InputProcessor:
     def tokenized_prompt(
         self, prompt: str | list[int], token_ids: list[int], params: TokenizedParams
     ) -> TokenizedPrompt:
-        """Truncate a tokenized prompt by its parameters, and check it.
-
-        Raises:
-            RequestError: it can never be served.
-        """
-        tokenized = self._tokenized_prompt(prompt, token_ids, params)
+        """Truncate a tokenized prompt by its parameters; raises `RequestError` if it can never be served."""
+        tokenized = self._truncated(prompt, token_ids, params)
         self._rules.check_prompt(tokenized.token_ids, params.sampling.max_tokens)
         return tokenized
 
-    def _tokenized_prompt(
-        self, prompt: str | list[int], token_ids: list[int], params: TokenizedParams
-    ) -> TokenizedPrompt:
-        text = prompt if isinstance(prompt, str) else None
-        return TokenizedPrompt(text, self._truncated(token_ids, params.sampling, is_text=text is not None), params)
-
     def parent_request(self, tokenized: TokenizedPrompt, grammar: str | None, start_tag: float = 0.0) -> ParentRequest:
-        """Return the requests of a prompt.
+        """Return the requests of a prompt, which may have been tokenized in another process.
 
-        Args:
-            tokenized: result of `tokenized_prompt`, here or in another process.
-            grammar: None: unconstrained.
-            start_tag: the requests'; see `Request`.
+        `grammar`: None: unconstrained; `start_tag`: see `Request`.
         """
         params, per_output, bad_words, priority, adapter = tokenized.params
         outputs = [CompletionOutput(index) for index in range(params.n)]
@@ -202,19 +179,16 @@ class InputProcessor:
         """The compiler of structured outputs."""
         return Grammars(self._tokenizer.backend_tokenizer, self._rules.vocab_size, self._rules.eos_token_ids)
 
-    def _truncated(self, token_ids: list[int], params: SamplingParams, *, is_text: bool) -> list[int]:
+    def _truncated(self, prompt: str | list[int], token_ids: list[int], params: TokenizedParams) -> TokenizedPrompt:
         """Return the last tokens of a prompt; a text keeps its beginning-of-sequence token."""
-        kept = params.truncate_prompt_tokens
-        if kept is None:
-            return token_ids
-        if kept == -1:
-            limit, room = self._rules.capacity.token_limit, params.max_tokens
-            kept = max(limit - (room if room is not None and room < limit else 1), 1)
-        if len(token_ids) <= kept:
-            return token_ids
-        if is_text and token_ids[0] == self._tokenizer.bos_token_id:
-            return token_ids[:1] + token_ids[len(token_ids) - kept + 1 :]
-        return token_ids[-kept:]
+        text, most = prompt if isinstance(prompt, str) else None, params.sampling.truncate_prompt_tokens
+        if most == -1:
+            limit, room = self._rules.capacity.token_limit, params.sampling.max_tokens
+            most = max(limit - (room if room is not None and room < limit else 1), 1)
+        if most is not None and len(token_ids) > most:
+            first = token_ids[:1] if text is not None and token_ids[0] == self._tokenizer.bos_token_id else []
+            token_ids = first + token_ids[len(token_ids) - most + len(first) :]
+        return TokenizedPrompt(text, token_ids, params)
 
     def _spellings(self, words: Sequence[str]) -> list[list[int]]:
         """Return the tokens of words at the beginning of a text, and after a space if those differ."""
@@ -230,7 +204,7 @@ class InputProcessor:
             with self._encoding:
                 return list(self._tokenizer(list(texts), verbose=False, add_special_tokens=special).input_ids)
         except BaseException as error:
-            if not is_tokenizers_own(error):
+            if not is_tokenizer_error(error):
                 raise
             wrong = shown(texts[0] if len(texts) == 1 else list(texts))
             raise ArgumentError(

@@ -30,7 +30,7 @@ _HARMLESS = {  # keys of tokenizer_config.json that change neither tokens nor te
 _FURTHER_FILES = ("added_tokens.json", "special_tokens_map.json", "chat_template.json", "additional_chat_templates")
 
 
-def is_tokenizers_own(error: BaseException) -> bool:
+def is_tokenizer_error(error: BaseException) -> bool:
     """Whether an error may come from a tokenizer: any `Exception`, or a panic of Rust code."""
     return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
@@ -43,22 +43,24 @@ class LightTokenizer:
     Args:
         backend: a `tokenizers.Tokenizer`.
         named: tokens by their use, such as `eos_token`.
-        chat_template: a Jinja template.
-        make_whole: returns the tokenizer of transformers; picklable.
+        make_full: returns the tokenizer of transformers; picklable.
     """
 
     def __init__(
-        self, backend: Any, named: Mapping[str, str], chat_template: str | None, make_whole: Callable[[], Any]
+        self, backend: Any, named: Mapping[str, str], chat_template: str | None, make_full: Callable[[], Any]
     ) -> None:
         self.backend_tokenizer = backend
         self.chat_template = chat_template
         self.special_tokens_map = dict(named)
-        self._make_whole = make_whole
+        self._make_full = make_full
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name == "special_tokens_map":  # while a copy is made
             raise AttributeError(name)
-        return getattr(self.whole, name)
+        if name in ("bos_token_id", "eos_token_id"):
+            token = self.special_tokens_map.get(name.removesuffix("_id"))
+            return None if token is None else self.backend_tokenizer.token_to_id(token)
+        return getattr(self.full, name)
 
     def __len__(self) -> int:
         return int(self.backend_tokenizer.get_vocab_size(with_added_tokens=True))
@@ -70,13 +72,13 @@ class LightTokenizer:
         if not more and type(text) is list and all(isinstance(each, str) for each in text):
             encoded = self._bare().encode_batch(text, add_special_tokens=add_special_tokens)
             return SimpleNamespace(input_ids=[each.ids for each in encoded])
-        return self.whole(text, add_special_tokens=add_special_tokens, verbose=verbose, **more)
+        return self.full(text, add_special_tokens=add_special_tokens, verbose=verbose, **more)
 
     def decode(self, token_ids: Any, skip_special_tokens: bool = False, **more: Any) -> Any:
         """Return the text of tokens."""
         if not more and type(token_ids) is list and all(type(each) is int for each in token_ids):
             return self.backend_tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
-        return self.whole.decode(token_ids, skip_special_tokens=skip_special_tokens, **more)
+        return self.full.decode(token_ids, skip_special_tokens=skip_special_tokens, **more)
 
     def get_chat_template(self, chat_template: str | None = None, tools: Sequence[Any] | None = None) -> str:
         """Return the given chat template, else the tokenizer's own; raise ArgumentError if there is none."""
@@ -85,8 +87,8 @@ class LightTokenizer:
             raise ArgumentError("the tokenizer has no chat template")
         if isinstance(found, str):
             return found
-        self.whole.chat_template = found  # several, by name
-        return str(self.whole.get_chat_template(chat_template, tools))
+        self.full.chat_template = found  # several, by name
+        return str(self.full.get_chat_template(chat_template, tools))
 
     def apply_chat_template(self, conversation: Any, chat_template: str | None = None, **how: Any) -> Any:
         """Render a conversation; see transformers."""
@@ -104,41 +106,26 @@ class LightTokenizer:
             )
         )
         if not plain or _OF_TRANSFORMERS in template.replace("add_generation_prompt", ""):
-            return self.whole.apply_chat_template(conversation, chat_template=template, **how)
+            return self.full.apply_chat_template(conversation, chat_template=template, **how)
         given = {"tools": None, "documents": None, "add_generation_prompt": False, **self.special_tokens_map}
         messages = [dict(message) for message in conversation]
         return _compiled(template).render(messages=messages, **(given | variables))
 
-    @property
-    def bos_token_id(self) -> int | None:
-        """The beginning-of-sequence token."""
-        return self._id_of("bos_token")
-
-    @property
-    def eos_token_id(self) -> int | None:
-        """The end-of-sequence token."""
-        return self._id_of("eos_token")
-
     def _bare(self) -> Any:
-        """Return the backend without truncation and padding, which a call of `whole` may have set."""
+        """Return the backend without truncation and padding, which a call of `full` may have set."""
         if self.backend_tokenizer.truncation is not None:
             self.backend_tokenizer.no_truncation()
         if self.backend_tokenizer.padding is not None:
             self.backend_tokenizer.no_padding()
         return self.backend_tokenizer
 
-    def _id_of(self, use: str) -> int | None:
-        token = self.special_tokens_map.get(use)
-        found: int | None = None if token is None else self.backend_tokenizer.token_to_id(token)
-        return found
-
     @cached_property
-    def whole(self) -> Any:
+    def full(self) -> Any:
         """The tokenizer of transformers."""
-        return self._make_whole()
+        return self._make_full()
 
 
-def light_folder_tokenizer(folder: Path, make_whole: Callable[[], Any]) -> LightTokenizer | None:
+def light_folder_tokenizer(folder: Path, make_full: Callable[[], Any]) -> LightTokenizer | None:
     """Return the tokenizer of a folder if its tokenizer.json is sufficient, as for Llama 3 and SmolLM3, else None."""
     from tokenizers import Tokenizer
 
@@ -169,10 +156,10 @@ def light_folder_tokenizer(folder: Path, make_whole: Callable[[], Any]) -> Light
         backend.encode_special_tokens = bool(splits)
         backend.decode(backend.encode("a").ids)  # a damaged tokenizer may fail here
     except BaseException as error:
-        if is_tokenizers_own(error):
+        if is_tokenizer_error(error):
             return None
         raise
-    return LightTokenizer(backend, named, template, make_whole)
+    return LightTokenizer(backend, named, template, make_full)
 
 
 def _of(token: Any) -> dict[str, Any]:

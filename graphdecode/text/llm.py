@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Unpack
 from tqdm import tqdm
 
 from graphdecode.config import BucketConfig, EngineConfig
-from graphdecode.config.vllm_names import as_settings, no_attribute, refusing_calls
+from graphdecode.config.vllm_names import CALL_KEYWORDS, as_settings, no_attribute, refusing
 from graphdecode.engine import SamplingParams
 from graphdecode.engine.capacity import Capacity
 from graphdecode.engine.loading import load_engine
@@ -36,8 +36,7 @@ from graphdecode.text.arguments import (
 )
 from graphdecode.text.chat import ChatOptions, Message, as_conversations, render_chat
 from graphdecode.text.input_processor import InputProcessor, ParentRequest
-from graphdecode.text.outputs import RequestOutput
-from graphdecode.text.request_state import RequestState
+from graphdecode.text.outputs import RequestOutput, RequestState
 from graphdecode.text.router import DeferredInterrupt, SteppingRouter
 from graphdecode.text.tokenizer import load_tokenizer
 
@@ -46,11 +45,7 @@ class Stream:
     """An iterator of the pieces of one output; reading it drives the engine.
 
     Leaving it early, by `close()` or at the end of a `with` block, aborts the request. An output that fails raises an
-    `AnswerError` after its last piece.
-
-    Args:
-        request: the prompt, the output so far, and its metrics; with `error` set, there are no pieces.
-        state: None if the prompt was refused.
+    `AnswerError` after its last piece; one that was refused (`state` is None) has no pieces.
     """
 
     def __init__(self, request: RequestOutput, state: RequestState | None, router: SteppingRouter) -> None:
@@ -185,7 +180,7 @@ class LLM:
         """Return the parameters of `chat`: the checkpoint's, without `max_tokens`."""
         return replace(self.get_default_sampling_params(), max_tokens=None)
 
-    @refusing_calls()
+    @refusing(CALL_KEYWORDS)
     def generate(
         self,
         prompts: Prompt | SequenceOf[Prompt],
@@ -211,7 +206,6 @@ class LLM:
         Raises:
             ValueError: not a prompt, or the numbers of prompts and parameters differ; an adapter cannot be used.
         """
-        self._check_open()
         items = as_prompts(prompts)
         params = as_params(sampling_params, len(items))
         priorities = as_priorities(priority, len(items))
@@ -219,7 +213,7 @@ class LLM:
         process, inputs = self.input_processor.process, zip(items, params, priorities, adapters, strict=True)
         return self._generated([process(i, p, priority=first, adapter=a) for i, p, first, a in inputs], use_tqdm)
 
-    @refusing_calls(*ChatOptions.__annotations__)
+    @refusing(CALL_KEYWORDS, *ChatOptions.__annotations__)
     def chat(
         self,
         messages: SequenceOf[Message] | SequenceOf[SequenceOf[Message]],
@@ -244,7 +238,6 @@ class LLM:
         Raises:
             ArgumentError: messages are malformed, there is no chat template, or it refuses the conversation.
         """
-        self._check_open()
         chats = [render_chat(self.tokenizer, each, **options) for each in as_conversations(messages)]
         params = as_params(self.default_chat_params() if sampling_params is None else sampling_params, len(chats))
         process, adapters = self.input_processor.process, self.adapters_of(lora_request, len(chats))
@@ -275,7 +268,8 @@ class LLM:
         except BaseException:
             self.router.abort(states)
             raise
-        self._check_open()
+        if self.router.closed:
+            raise ClosedError("this LLM was closed")
         return [parent.output for parent in parents]
 
     @staticmethod
@@ -285,7 +279,7 @@ class LLM:
             return nullcontext()
         return tqdm(total=total, desc="generating", unit="output", leave=False)
 
-    @refusing_calls()
+    @refusing(CALL_KEYWORDS)
     def stream(
         self,
         prompt: Prompt,
@@ -296,18 +290,9 @@ class LLM:
     ) -> Stream:
         """Generate one output piece by piece; pieces never split a character or show part of a stop string.
 
-        The request joins the batch at once, and several streams run concurrently.
-
-        Args:
-            prompt: as for `generate`.
-            sampling_params: with `n` 1.
-            priority: the lowest is served first.
-            lora_request: the adapter, which is loaded if it is new; None: the base model.
-
-        Raises:
-            ValueError: not a prompt, it can never fit, or `n` is not 1; the adapter cannot be used.
+        The request joins the batch at once, and several streams run concurrently. Arguments are as for `generate`, for
+        one prompt and with `n` 1; a `ValueError` says what cannot be used.
         """
-        self._check_open()
         if isinstance(sampling_params, SequenceOf):
             raise ArgumentError(
                 f"a stream takes one prompt and one SamplingParams, got a {type(sampling_params).__name__}"
@@ -326,15 +311,10 @@ class LLM:
         return Stream(parent.output, parent.states[0], self.router)
 
     def load_lora_adapter(self, name: str, path: str | Path) -> None:
-        """Load an adapter for requests to name; no graph is captured again, and other requests go on.
+        """Load an adapter for requests to name, a folder of PEFT or a GGUF file of llama.cpp; other requests go on.
 
-        Args:
-            name: the adapter's.
-            path: a folder as PEFT saves it, or a GGUF file of llama.cpp.
-
-        Raises:
-            AdapterError: it cannot be used with this model; nothing was changed.
-            ArgumentError: the name is taken, or there is no room for adapters (`max_adapters`).
+        Raises `AdapterError` if it cannot be used with this model, `ArgumentError` if the name is taken, or there is no
+        room for adapters (`max_adapters`); then nothing was changed.
         """
         self.engine.adapters.load(name, path)
 
@@ -395,10 +375,6 @@ class LLM:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _check_open(self) -> None:
-        if self.router.closed:
-            raise ClosedError("this LLM was closed")
-
 
 def _effective(settings: EngineConfig, capacity: Capacity) -> EngineConfig:
     """Return the settings with the effective `max_sequence_length`; warn if it is less than requested."""
@@ -408,4 +384,4 @@ def _effective(settings: EngineConfig, capacity: Capacity) -> EngineConfig:
             f"max_sequence_length is {length}, for which the model was trained, instead of the requested {requested}",
             stacklevel=3,
         )
-    return replace(settings, buckets=settings.buckets.with_limits(max_sequence_length=length))
+    return settings.with_settings(max_sequence_length=length)

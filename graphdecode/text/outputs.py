@@ -1,28 +1,16 @@
-"""Outputs of requests."""
+"""Outputs of requests, and how they are made from the engine's events: detokenization and stop strings."""
 
 from __future__ import annotations
 
+import threading
+import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
-from typing import Any, Generic, TypeVar
+from typing import Any
 
-from graphdecode.engine import RequestMetrics
-
-T = TypeVar("T")
-
-
-class Lazy(Generic[T]):
-    """A value that is computed at the first read."""
-
-    def __init__(self, make: Callable[[], T]) -> None:
-        self._make = make
-        self._made: list[T] = []
-
-    def read(self) -> T:
-        """Return the value."""
-        if not self._made:
-            self._made.append(self._make())
-        return self._made[0]
+from graphdecode.engine import Event, RequestMetrics, SamplingParams, TokenLogprobs
+from graphdecode.text.detokenizer import Detokenizer
 
 
 @dataclass(frozen=True)
@@ -57,17 +45,18 @@ class CompletionOutput:
     logprobs: list[dict[int, Logprob]] | None = field(default_factory=lambda: None)
     cumulative_logprob: float | None = None
 
-    def defer(self, values: dict[str, Lazy[Any]]) -> None:
-        """Compute fields at their first read; replaces what was deferred before."""
+    def defer(self, **values: Callable[[], Any]) -> None:
+        """Compute fields at their first read."""
         vars(self)["_deferred"] = values
         for name in values:
-            vars(self).pop(name, None)
+            del vars(self)[name]
 
     def __getattr__(self, name: str) -> Any:
         deferred = vars(self).get("_deferred", {})
         if name not in deferred:
             raise AttributeError(name)
-        return deferred[name].read()
+        value = vars(self)[name] = deferred[name]()
+        return value
 
     def __getstate__(self) -> dict[str, Any]:
         return {each.name: getattr(self, each.name) for each in fields(self)}
@@ -102,3 +91,156 @@ class RequestOutput:
     def finished(self) -> bool:
         """Whether all outputs have ended, or the request was refused."""
         return self.error is not None or all(output.finish_reason is not None for output in self.outputs)
+
+
+class RequestState:
+    """Makes one output of a prompt from the engine's events; without a tokenizer it has no text.
+
+    The engine ends an output at tokens; a stop string ends it here, and what follows is neither shown nor counted.
+    """
+
+    def __init__(
+        self, output: CompletionOutput, request: RequestOutput, params: SamplingParams, tokenizer: Any
+    ) -> None:
+        self.output = output
+        self.request = request
+        self.request_id = -1  # the engine's, once it was submitted
+        self.pieces: deque[str] = deque()  # text that was not read yet
+        self.on_change: Callable[[], None] = lambda: None  # called at each change, in the thread that brought it
+        self._tokenizer = tokenizer
+        self._includes_stop = params.include_stop_str_in_output
+        self._detokenizer = None
+        if params.detokenize and tokenizer is not None:
+            self._detokenizer = Detokenizer(
+                tokenizer,
+                params.stop_strings,
+                params.skip_special_tokens,
+                params.min_tokens,
+                include_stop=self._includes_stop,
+                spaced=params.spaces_between_special_tokens,
+            )
+        self._begun = False
+        self._texts: dict[int, str] = {}  # texts of single tokens, for log-probabilities
+        self._changing = threading.Lock()  # between the thread that steps and one that aborts
+
+    @property
+    def finished(self) -> bool:
+        """Whether it is complete or aborted; it changes no more."""
+        return self.output.finish_reason is not None
+
+    def take(self, event: Event) -> bool:
+        """Take an event; return whether a stop string ended the output, so that the engine has to stop the request."""
+        with self._changing:
+            if self.output.finish_reason is not None:
+                return False
+            if event.prompt_logprobs is not None:  # for the prompt's next tokens; its first one has none
+                known, scores = self.request.prompt_logprobs or [None], event.prompt_logprobs
+                tokens = self.request.prompt_token_ids[len(known) : len(known) + len(scores)]
+                self.request.prompt_logprobs = known + [
+                    self._entries(*each) for each in zip(tokens, scores, strict=True)
+                ]
+            if event.is_part:
+                return False
+            if not self._begun:
+                self._begun = True
+                own, shared = event.metrics, self.request.metrics
+                shared.first_scheduled_time = _earliest(shared.first_scheduled_time, own.first_scheduled_time)
+                shared.first_token_time = _earliest(shared.first_token_time, own.first_token_time)
+                shared.num_cached_tokens = max(shared.num_cached_tokens, own.num_cached_tokens)
+            stop = self._take_tokens(event)
+            reason, stop_reason = ("stop", stop) if stop is not None else (event.finish_reason, event.stop_reason)
+            if reason is None:
+                self._show(final=False)
+            else:
+                self.request.metrics.num_preemptions += event.metrics.num_preemptions
+                self._end(reason, stop_reason, event.error, event.error_code)
+        self.on_change()
+        return stop is not None
+
+    def abort(self, error: str | None = None) -> None:
+        """End it with the output so far, and with an error unless its reader asked for that."""
+        with self._changing:
+            if self.output.finish_reason is None:
+                self._end("abort", None, error)
+        self.on_change()
+
+    def fail(self, error: str) -> None:
+        """End it with an error, without detokenizing the rest."""
+        with self._changing:
+            if self.output.finish_reason is None:
+                self.request.error = error
+                self.output.finish_reason = "error"
+        self.on_change()
+
+    def snapshot(self) -> CompletionOutput:
+        """Return the output so far, which later events do not change; it is copied when it is read."""
+        with self._changing:
+            output, logprobs = self.output, self.output.logprobs
+            length, count = len(output.text), len(output.token_ids)
+            ended, total = (output.finish_reason, output.stop_reason), output.cumulative_logprob
+            snapshot = CompletionOutput(output.index, "", [], *ended, None, total)
+            snapshot.defer(  # they only grow
+                text=lambda: output.text[:length],
+                token_ids=lambda: output.token_ids[:count],
+                logprobs=lambda: logprobs and logprobs[:count],
+            )
+            return snapshot
+
+    def _take_tokens(self, event: Event) -> str | None:
+        """Take the tokens; return the stop string that ended them, if one did."""
+        # a stop token has no text unless that was requested; a grammar's last token has
+        ends_silently = event.finish_reason == "stop" and not (event.completes or self._includes_stop)
+        detokenizer, silent = self._detokenizer, len(event.token_ids) - ends_silently
+        for index, token in enumerate(event.token_ids):
+            self.output.token_ids.append(token)
+            if event.logprobs is not None:
+                scored = event.logprobs[index]
+                if self.output.logprobs is None:
+                    self.output.logprobs = []
+                self.output.logprobs.append(self._entries(token, scored))
+                self.output.cumulative_logprob = (self.output.cumulative_logprob or 0.0) + scored.sampled
+            if detokenizer is not None and index < silent and (stop := detokenizer.push(token)) is not None:
+                return stop
+        return None
+
+    def _end(
+        self, reason: str, stop_reason: str | int | None, error: str | None, error_code: str | None = None
+    ) -> None:
+        if self._detokenizer is not None and not isinstance(stop_reason, str):
+            late_stop = self._detokenizer.finish()
+            if late_stop is not None:
+                reason, stop_reason = "stop", late_stop
+        self._show(final=True)
+        if error is not None:
+            self.request.error_code = error_code
+            self.request.error = error
+        self.request.metrics.finished_time = time.perf_counter()
+        self.output.stop_reason = stop_reason
+        self.output.finish_reason = reason  # last: other threads take it as the sign that all else is set
+
+    def _show(self, *, final: bool) -> None:
+        """Update the visible text of the output and of the stream."""
+        if self._detokenizer is not None and (piece := self._detokenizer.take(final)):
+            self.output.text += piece
+            self.pieces.append(piece)
+
+    def _entries(self, token: int, logprobs: TokenLogprobs) -> dict[int, Logprob]:
+        """Return the most likely tokens at a position, and the token there."""
+        entries = {
+            other: Logprob(value, rank, self._decode(other)) for rank, (other, value) in enumerate(logprobs.top, 1)
+        }
+        if token not in entries:
+            entries[token] = Logprob(logprobs.sampled, logprobs.rank, self._decode(token))
+        return entries
+
+    def _decode(self, token: int) -> str | None:
+        if self._detokenizer is None:
+            return None
+        text = self._texts.get(token)
+        if text is None:
+            text = self._texts[token] = self._tokenizer.decode([token], skip_special_tokens=False)
+        return text
+
+
+def _earliest(*times: float | None) -> float | None:
+    return min((moment for moment in times if moment is not None), default=None)

@@ -55,11 +55,7 @@ def merged(ranges: Ranges) -> Ranges:
 def parse(text: str, class_of: Callable[[str], Ranges]) -> Pattern:
     """Return the pattern of a regular expression that matches whole texts.
 
-    Args:
-        class_of: returns the characters of `d`, `w` and `s`.
-
-    Raises:
-        UnknownPatternError: it is not supported.
+    `class_of` returns the characters of `d`, `w` and `s`. Raises `UnknownPatternError` if it is not supported.
     """
     if _SET_OPERATION.search(text):  # Python would warn of these
         raise UnknownPatternError("an operation on classes")
@@ -154,11 +150,8 @@ def _repeat(part: Pattern, least: int, most: int | None) -> Pattern:
 def byte_automaton(pattern: Pattern, most_states: int) -> tuple[np.ndarray, np.ndarray]:
     """Return the deterministic automaton of a pattern; state 0 is the initial one.
 
-    Returns:
-        int32 [states, 256], the next state by byte, -1 for none; and bool [states], whether the text may end.
-
-    Raises:
-        UnknownPatternError: there are more states.
+    It is int32 [states, 256], the next state by byte, -1 for none; and bool [states], whether the text may end. Raises
+    `UnknownPatternError` if there are more states.
     """
     nodes = _Nodes()
     end = nodes.new()

@@ -13,7 +13,7 @@ from graphdecode.engine import Engine, Event, Request
 from graphdecode.engine.request import RequestError
 from graphdecode.errors import ClosedError
 from graphdecode.text.input_processor import ParentRequest
-from graphdecode.text.request_state import RequestState
+from graphdecode.text.outputs import RequestState
 
 _HANGING_SECONDS = 0.5
 _PATIENCE_SECONDS = 0.1  # after which a waiting thread checks for Ctrl-C
@@ -70,26 +70,22 @@ class _TokenEngine(Protocol):
 
 
 class Router:
-    """Submits requests, and delivers the engine's events to their outputs.
+    """Submits requests to an engine, whose caller steps it, and delivers its events to their outputs.
 
-    Args:
-        engine: serves the requests; the caller steps it, and delivers its events.
-        end: the error of outputs in progress when this is closed, and of later requests.
+    `end` is the error of outputs in progress when this is closed, and of later requests.
     """
 
     def __init__(self, engine: _TokenEngine, end: str = "this LLM was closed") -> None:
         self.engine = engine
         self._end = end
-        self._states: dict[int, RequestState] = {}
-        self._ids: dict[RequestState, int] = {}
-        self._lock = threading.Lock()  # guards the two above
+        self._states: dict[int, RequestState] = {}  # in progress, by the engine's id
+        self._lock = threading.Lock()  # guards it
         self.closed = False
 
     def submit(self, parents: Iterable[ParentRequest]) -> None:
-        """Submit the requests of prompts; a prompt that can never be served is refused, and the others are not.
+        """Submit the requests of prompts; one that can never be served is refused, and the others are not.
 
-        Raises:
-            ClosedError: this was closed.
+        Raises `ClosedError` if this was closed.
         """
         with self._lock:
             if self.closed:
@@ -99,14 +95,14 @@ class Router:
                 for parent in parents:
                     try:
                         for request, state in parent.children:
-                            ids.append(self.engine.add(request))
-                            self._states[ids[-1]] = state
-                            self._ids[state] = ids[-1]
+                            state.request_id = self.engine.add(request)
+                            ids.append(state.request_id)
+                            self._states[state.request_id] = state
                     except RequestError as error:  # from its first request: the others are not needed
                         parent.refuse(str(error))
             except BaseException:
                 for request_id in ids:
-                    self._ids.pop(self._states.pop(request_id), None)
+                    del self._states[request_id]
                     self.engine.abort(request_id)
                 raise
 
@@ -114,17 +110,11 @@ class Router:
         """Abort outputs; their rows and pages are freed."""
         with DeferredInterrupt():
             for state in states:
-                request_id = self._forget(state)
-                if request_id is not None:
-                    self.engine.abort(request_id)
+                with self._lock:
+                    is_running = self._states.pop(state.request_id, None) is not None
+                if is_running:
+                    self.engine.abort(state.request_id)
                 state.abort()
-
-    def _forget(self, state: RequestState) -> int | None:
-        with self._lock:
-            request_id = self._ids.pop(state, None)
-            if request_id is not None:
-                del self._states[request_id]
-        return request_id
 
     def deliver(self, events: Sequence[Event]) -> None:
         """Deliver the engine's events to their outputs."""
@@ -140,7 +130,8 @@ class Router:
                 self.engine.abort(event.request_id)
                 state.fail(f"detokenization failed: {type(error).__name__}: {error}")
             if state.output.finish_reason is not None:
-                self._forget(state)
+                with self._lock:
+                    self._states.pop(event.request_id, None)
 
     def close(self) -> None:
         """End all outputs with an error, and close the engine."""
@@ -148,9 +139,8 @@ class Router:
             if self.closed:
                 return
             self.closed = True
-            states = list(self._ids)
+            states = list(self._states.values())
             self._states.clear()
-            self._ids.clear()
         self.engine.close()
         for state in states:
             state.abort(self._end)
@@ -167,11 +157,7 @@ class SteppingRouter(Router):
         self._progress = threading.Condition()
 
     def wait(self, done: Callable[[], bool], between: Callable[[], None]) -> None:
-        """Step until something is done, or wait while another thread steps.
-
-        Args:
-            between: called between two steps; its exceptions end the wait.
-        """
+        """Step until something is done, or wait while another thread steps; exceptions of `between` end the wait."""
         while not done():
             if self._stepping.acquire(blocking=False):
                 try:

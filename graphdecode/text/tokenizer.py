@@ -13,7 +13,7 @@ from graphdecode.memory import collector_paused
 from graphdecode.models.gguf.files import SUFFIX
 from graphdecode.models.gguf.tokenizer import read_gguf_tokenizer
 from graphdecode.models.source import ModelSourceError, refuse_pointer
-from graphdecode.text.light_tokenizer import LightTokenizer, is_tokenizers_own, light_folder_tokenizer
+from graphdecode.text.light_tokenizer import LightTokenizer, is_tokenizer_error, light_folder_tokenizer
 
 _READ_BY_TRANSFORMERS = (".json", ".jinja", ".model", ".txt", ".py")
 _ANOTHER_TOKENIZER = (
@@ -77,7 +77,7 @@ def _checked(folder: Path, trust_remote_code: bool, replaceable: bool) -> Any:
         ids = tokenizer("a", verbose=False).input_ids  # a damaged tokenizer may fail here
         tokenizer.backend_tokenizer.decode(ids)
     except BaseException as error:
-        if isinstance(error, GraphdecodeError) or not is_tokenizers_own(error):
+        if isinstance(error, GraphdecodeError) or not is_tokenizer_error(error):
             raise
         code = _code_of(folder)
         if code is not None and not trust_remote_code:
@@ -94,13 +94,17 @@ def _checked(folder: Path, trust_remote_code: bool, replaceable: bool) -> Any:
 
 
 def _code_of(folder: Path) -> str | None:
-    for name in ("tokenizer_config.json", "config.json"):
-        try:
-            asked = json.loads((folder / name).read_text("utf-8"))["auto_map"]["AutoTokenizer"]
-        except (OSError, ValueError, LookupError, TypeError, RecursionError):
-            continue
-        return shown(asked)
-    return None
+    maps = [_settings_in(folder / name).get("auto_map") for name in ("tokenizer_config.json", "config.json")]
+    return next((shown(asked["AutoTokenizer"]) for asked in maps if asked and "AutoTokenizer" in asked), None)
+
+
+def _settings_in(file: Path) -> dict[str, Any]:
+    """Return what a JSON file holds; nothing if it cannot be read."""
+    try:
+        found = json.loads(file.read_text("utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _plain_config(folder: Path) -> Any:
@@ -110,12 +114,12 @@ def _plain_config(folder: Path) -> Any:
     """
     from transformers import PreTrainedConfig
 
-    try:
-        names_its_class = "tokenizer_class" in json.loads((folder / "tokenizer_config.json").read_text("utf-8"))
-        settings = json.loads((folder / "config.json").read_text("utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return None
-    if not names_its_class or "auto_map" in settings:
+    settings = _settings_in(folder / "config.json")
+    if (
+        "tokenizer_class" not in _settings_in(folder / "tokenizer_config.json")
+        or not settings
+        or "auto_map" in settings
+    ):
         return None
     config = PreTrainedConfig()
     config.update({"model_type": settings.get("model_type", ""), "tokenizer_class": settings.get("tokenizer_class")})

@@ -7,9 +7,7 @@ from pathlib import Path
 import pytest
 from planted import changed_copy, run_copy
 
-PARAM = """    toy_p: float = _param(
-        0.0, Values("a number in [0, 1]", lambda p: _is_number(p) and 0 <= p <= 1), "A toy."
-    )
+PARAM = """    toy_p: float = _param(0.0, number(0, 1), "A toy.")
 """
 # file -> what stands there once, and what it becomes: `toy_p` is `min_p` by another name
 TOY = {

@@ -3,6 +3,7 @@
 import random
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -115,7 +116,7 @@ def test_answers_are_those_of_prompts_that_go_by_themselves(model: Model, keywor
 
 @pytest.mark.parametrize(("steps", "pages"), [(1, 33), (4, 25)])
 def test_pages_that_run_out_while_prompts_go_along_change_no_answer(model: Model, steps: int, pages: int) -> None:
-    config = CONFIG.with_limits(total_num_pages=pages, steps_per_launch=steps)
+    config = replace(CONFIG, total_num_pages=pages, steps_per_launch=steps)
     arrivals = arriving(20, seed=5, most=40, most_new=90)
     expected = served(engine_of(model, mixes=False), arrivals)
     engine = engine_of(model, config=config)
@@ -128,7 +129,7 @@ def test_pages_that_run_out_while_prompts_go_along_change_no_answer(model: Model
 def test_who_gives_way_in_the_round_of_its_chunk_writes_into_nobodys_pages(model, monkeypatch):
     """Its chunk is computed before its pages are taken."""
     arrivals = [Arrival(0, request(9, 60)), Arrival(0, request(13, 60, 1)), Arrival(2, request(60, 5, 2))]
-    config = CONFIG.with_limits(total_num_pages=17)
+    config = replace(CONFIG, total_num_pages=17)
     engine = engine_of(model, config=config, max_prefill_tokens=2, prefix_cache=False)
     launch, scheduler = engine.runner.launch, engine.scheduler
 
@@ -211,7 +212,7 @@ def test_who_gives_up_between_two_chunks_changes_nobody_elses_answer(model: Mode
     """A row that decodes, or the prompt itself, whose pages are somebody else's then."""
     requests = [request(5, 40), request(30, 40, 1), request(100, 40, 2), request(60, 9, 3)]
     expected = [served(engine_of(model, mixes=False), [Arrival(0, each)])[0] for each in requests]
-    engine = engine_of(model, config=CONFIG.with_limits(total_num_pages=34), max_prefill_tokens=16)
+    engine = engine_of(model, config=replace(CONFIG, total_num_pages=34), max_prefill_tokens=16)
     names = {engine.add(each): index for index, each in enumerate(requests[:2])}
     told: list[list[int]] = [[] for _ in requests]
     for round_ in range(200):
@@ -267,7 +268,7 @@ def test_some_engines_have_no_mixed_steps(model: Model, keywords: dict[str, obje
     of_buckets = {name: value for name, value in keywords.items() if name == "backend"}
     others = {name: value for name, value in keywords.items() if name not in of_buckets}
     invariant = load_model("demo", device="cpu", dtype="float32", batch_invariant=True) if others else model
-    engine = engine_of(invariant, config=CONFIG.with_limits(**of_buckets), **others)
+    engine = engine_of(invariant, config=replace(CONFIG, **of_buckets), **others)
     served(engine, [Arrival(0, request(20, 4))])
     assert engine.stats.mixed_steps == 0
     assert "mixed" not in engine.runner.reports()
@@ -276,7 +277,7 @@ def test_some_engines_have_no_mixed_steps(model: Model, keywords: dict[str, obje
 def test_mixed_steps_are_captured_at_their_first_use_where_that_is_asked_for(model: Model) -> None:
     arrivals = arriving(20, seed=3)
     expected = served(engine_of(model, mixes=False), arrivals)
-    engine = engine_of(model, config=CONFIG.with_limits(capture_when="first-use"))
+    engine = engine_of(model, config=replace(CONFIG, capture_when="first-use"))
     assert {bucket.state for bucket in engine.runner.reports()["mixed"].buckets} == {"waiting"}
     assert served(engine, arrivals) == expected
     mixed = engine.runner.reports()["mixed"].buckets
@@ -304,7 +305,7 @@ def test_a_model_whose_blocks_look_at_rows_themselves_has_its_prompts_computed_b
 
     monkeypatch.setattr(decoder_module, "ResidualStream", appending_apart)
     with pytest.warns(RuntimeWarning, match="prompts are computed by themselves: .* cannot run in a mixed step"):
-        engine = engine_of(model, config=CONFIG.with_limits(capture_when=capture_when))
+        engine = engine_of(model, config=replace(CONFIG, capture_when=capture_when))
     assert served(engine, arrivals) == expected
     assert engine.stats.mixed_steps == 0
 

@@ -220,7 +220,7 @@ def test_an_engine_that_stands_still_is_noticed_in_less_than_two_silences(monkey
             await sleep(0)
         assert 4.0 <= sum(slept) < 8.0
         assert scripted.process.wait(HANG_SECONDS) < 0
-        client.close(at_once=True)
+        client.close(force=True)
         scripted.close()
 
     asyncio.run(main())
@@ -234,14 +234,14 @@ def test_others_have_their_turn_between_the_events_of_many_requests(monkeypatch:
         await client.start()
         numbers = [client.add(Request([1])) for _ in range(100)]
         events = [Event(each, [5], None, None, None, RequestMetrics(0.0)) for each in numbers]
-        scripted.say([pack_event(event, event.request_id, whole=True) for event in events])
+        scripted.say([pack_event(event, event.request_id, with_metrics=True) for event in events])
         client.abort(99)
         while len(taken) < 99:
             turns.append(len(taken))
             await asyncio.sleep(0)
         assert taken == numbers[:99]
         assert len(set(turns)) > 4
-        client.close(at_once=True)
+        client.close(force=True)
         scripted.close()
 
     asyncio.run(main())
@@ -261,7 +261,7 @@ def test_a_form_that_takes_more_than_all_may_is_kept_for_a_moment_alone(monkeypa
             await asyncio.sleep(0)
         assert not client.has_grammar(f"form of {KEPT_BYTES + 1}")
         assert [type(message) for message in scripted.heard()][-3:] == [AddGrammar, DropGrammar, DropGrammar]
-        client.close(at_once=True)
+        client.close(force=True)
         scripted.close()
 
     asyncio.run(main())

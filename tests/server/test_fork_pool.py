@@ -16,14 +16,14 @@ from served import children_of
 
 from graphdecode.errors import ArgumentError
 from graphdecode.server.fork_pool import (
-    CHILDREN_PER_LANE,
+    MAX_CHILDREN,
     MAX_WAITING,
     Accepted,
     ChildExited,
+    FairSemaphore,
     ForkPool,
     JobError,
     JobLimits,
-    Lane,
     PoolTimeouts,
 )
 from graphdecode.server.fork_server import ForkServer
@@ -185,21 +185,21 @@ def test_where_no_child_can_be_had_its_asker_is_told_and_others_are_served(monke
 
 def test_one_caller_alone_cannot_fill_the_queue_for_others(in_loop: InLoop[Any]) -> None:
     async def main() -> None:
-        lane, done = Lane(), asyncio.Event()
+        lane, done = FairSemaphore(), asyncio.Event()
 
         async def wait(caller: str) -> str:
             async with lane.held(caller, 10):
                 await done.wait()
                 return caller
 
-        greedy = [asyncio.ensure_future(wait("greedy")) for _ in range(CHILDREN_PER_LANE + MAX_WAITING)]
+        greedy = [asyncio.ensure_future(wait("greedy")) for _ in range(MAX_CHILDREN + MAX_WAITING)]
         await asyncio.sleep(0)
         other = asyncio.ensure_future(wait("other"))
         await asyncio.sleep(0.01)
         refused = [task for task in greedy if task.done()]
         assert refused == [greedy[-1]]  # who would have waited longest
         assert isinstance(refused[0].exception(), HttpError)
-        for task in greedy[CHILDREN_PER_LANE : CHILDREN_PER_LANE + 100]:
+        for task in greedy[MAX_CHILDREN : MAX_CHILDREN + 100]:
             task.cancel()
         await asyncio.sleep(0)
         more = [asyncio.ensure_future(wait("greedy")) for _ in range(50)]  # those who left take no place

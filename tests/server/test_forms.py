@@ -7,6 +7,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, Literal
 
 import jsonschema
@@ -19,13 +20,13 @@ from starlette.types import Receive, Scope, Send
 
 from graphdecode import LLM, SamplingParams, StructuredOutputsParams
 from graphdecode.errors import ArgumentError
-from graphdecode.server.app import KeyGuard, caller_of
-from graphdecode.server.engine_client import KeptGrammars
+from graphdecode.server.app import Guard, caller_of, check_key
+from graphdecode.server.engine_client import GrammarCache
 from graphdecode.server.fork_pool import CALLERS_KEPT, FairQueue, JobError
 from graphdecode.server.http import HttpError
 from graphdecode.server.messages import AddGrammar
 from graphdecode.server.protocol import ChatCompletion
-from graphdecode.server.structured_outputs import GrammarReader, structured_output_of_calls
+from graphdecode.server.structured_outputs import GrammarCompiler, structured_output_of_calls
 from graphdecode.server.tool_calls import FORMATS, ToolCallReader
 from graphdecode.text.grammar import Grammars
 
@@ -36,7 +37,7 @@ class Reader:
     def __init__(self, becomes: Callable[[str], Any] = lambda text: None) -> None:
         self.reads: list[str] = []
         self.ended: list[str] = []
-        self.taught = KeptGrammars()
+        self.taught = GrammarCache()
         self._becomes = becomes
         self.goes_on = asyncio.Event()
 
@@ -60,7 +61,7 @@ class Reader:
         self.taught.add(form)
 
 
-def asked(forms: GrammarReader, text: str, caller: str = "a") -> asyncio.Task[str]:
+def asked(forms: GrammarCompiler, text: str, caller: str = "a") -> asyncio.Task[str]:
     return asyncio.ensure_future(forms.grammar(StructuredOutputsParams(regex=text), caller))
 
 
@@ -74,7 +75,7 @@ def test_only_what_the_form_itself_takes_is_remembered_against_it() -> None:
     async def main() -> list[str]:
         reader = Reader(lambda text: errors.get(text))
         reader.goes_on.set()
-        forms = GrammarReader(reader, reader)  # type: ignore[arg-type]
+        forms = GrammarCompiler(reader, reader)  # type: ignore[arg-type]
         for _ in range(2):
             with pytest.raises(ArgumentError, match="^structured_outputs: wrong$"):
                 await asked(forms, "wrong")
@@ -91,7 +92,7 @@ def test_only_what_the_form_itself_takes_is_remembered_against_it() -> None:
 def test_a_form_is_read_once_for_all_who_ask_at_once_and_no_longer_than_somebody_waits() -> None:
     async def main() -> None:
         reader = Reader()
-        forms = GrammarReader(reader, reader)  # type: ignore[arg-type]
+        forms = GrammarCompiler(reader, reader)  # type: ignore[arg-type]
         equal, alone = [asked(forms, "equal") for _ in range(256)], asked(forms, "alone")
         other = asked(forms, "equal", "b")  # who waits for another caller's would wait for his turn, too
         await asyncio.sleep(0.01)
@@ -110,10 +111,10 @@ def test_a_form_that_the_engine_has_forgotten_is_read_again() -> None:
     async def main() -> list[str]:
         reader = Reader()
         reader.goes_on.set()
-        forms = GrammarReader(reader, reader)  # type: ignore[arg-type]
+        forms = GrammarCompiler(reader, reader)  # type: ignore[arg-type]
         for text in ("a", "b", "a"):
             await asked(forms, text)
-        reader.taught = KeptGrammars()
+        reader.taught = GrammarCache()
         await asked(forms, "a")
         return reader.reads
 
@@ -121,7 +122,7 @@ def test_a_form_that_the_engine_has_forgotten_is_read_again() -> None:
 
 
 def test_an_engine_keeps_no_more_forms_than_fit_in_some_memory_and_those_that_were_used_last() -> None:
-    taught, kept, rng = KeptGrammars(), list[tuple[str, int]](), random.Random(3)
+    taught, kept, rng = GrammarCache(), list[tuple[str, int]](), random.Random(3)
     for number in range(300):
         nbytes = rng.choice([1 << 10, 1 << 20, 5 << 20, 40 << 20])
         name = f"form {number}"
@@ -159,7 +160,7 @@ def caller(scope: dict[str, Any], keys: list[str]) -> str:
 
     async def nothing(*_: Any) -> Any: ...
 
-    asyncio.run(KeyGuard(app, keys)(scope, nothing, nothing) if keys else app(scope, nothing, nothing))
+    asyncio.run(Guard(app, partial(check_key, keys))(scope, nothing, nothing) if keys else app(scope, nothing, nothing))
     return found[0]
 
 

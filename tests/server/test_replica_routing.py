@@ -19,7 +19,7 @@ from graphdecode.server.replicas.front import LostError, make_front, merged
 from graphdecode.server.replicas.routing import (
     BLOCK_CHARACTERS,
     MAX_BLOCKS,
-    OwnRequests,
+    RequestsInFlight,
     RoutedPrefixes,
     choose,
     prompt_blocks,
@@ -88,7 +88,7 @@ def test_equals_have_turns_by_chance() -> None:
 
 
 def test_long_answers_count_though_their_replica_has_said_nothing_for_long() -> None:
-    own: OwnRequests[str] = OwnRequests()
+    own: RequestsInFlight[str] = RequestsInFlight()
     for _ in range(30):
         own.sent("long")
     own.sent("short")
@@ -99,7 +99,7 @@ def test_long_answers_count_though_their_replica_has_said_nothing_for_long() -> 
 
 
 def test_requests_of_other_fronts_count_and_old_news_does_not_hide_our_own() -> None:
-    own: OwnRequests[str] = OwnRequests()
+    own: RequestsInFlight[str] = RequestsInFlight()
     for _ in range(5):
         own.sent("a")
     assert [own.load("a", told) for told in (12, 1, None)] == [12, 5, 5]
@@ -110,7 +110,7 @@ def test_requests_of_other_fronts_count_and_old_news_does_not_hide_our_own() -> 
 
 
 def test_of_many_requests_at_a_time_each_replica_gets_as_many() -> None:
-    own, draw = OwnRequests[str](), random.Random(0)
+    own, draw = RequestsInFlight[str](), random.Random(0)
 
     def load(name: str) -> int:
         return own.load(name, 0)  # as told before any of them came

@@ -19,11 +19,10 @@ from graphdecode.errors import ArgumentError
 from graphdecode.kernels.sampling.sampling_slots import SamplingCapacity
 from graphdecode.models import resolve_model_path
 from graphdecode.models.source import installable
-from graphdecode.server.completions import prepared_chat
+from graphdecode.server.completions import Prepared, prepared_chat
 from graphdecode.server.messages import EngineReady
 from graphdecode.server.preprocessing import Preprocessor
 from graphdecode.server.protocol import ChatCompletion
-from graphdecode.server.reply import Prepared
 from graphdecode.server.tool_calls import (
     BARE_JSON,
     FORMATS,
@@ -147,7 +146,7 @@ def test_a_call_is_told_as_soon_as_it_is_whole() -> None:
 
 @pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
 def test_a_template_tells_its_format(form: ToolFormat) -> None:
-    assert format_of(f"{{{{ x }}}}{form.sign}") is form
+    assert format_of(f"{{{{ x }}}}{form.marker}") is form
     assert format_of("{{ messages }}") is None
     assert format_of(None) is None
 

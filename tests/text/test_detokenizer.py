@@ -12,8 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from graphdecode.engine import Event, RequestMetrics, SamplingParams, TokenLogprobs
 from graphdecode.models import resolve_model_path
 from graphdecode.text.detokenizer import Detokenizer
-from graphdecode.text.outputs import CompletionOutput, RequestOutput
-from graphdecode.text.request_state import RequestState
+from graphdecode.text.outputs import CompletionOutput, RequestOutput, RequestState
 from graphdecode.text.tokenizer import load_tokenizer
 
 

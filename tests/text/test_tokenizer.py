@@ -34,7 +34,7 @@ def test_it_is_the_one_that_transformers_chooses(tmp_path: Path, change: dict, m
         settings = json.loads((folder / name).read_text()) | changes
         (folder / name).write_text(json.dumps({key: value for key, value in settings.items() if value is not None}))
     ours, theirs = load_tokenizer(folder), AutoTokenizer.from_pretrained(folder)
-    chosen = ours.whole if isinstance(ours, LightTokenizer) else ours
+    chosen = ours.full if isinstance(ours, LightTokenizer) else ours
     assert type(chosen) is type(theirs)
     assert ours.backend_tokenizer.to_str() == theirs.backend_tokenizer.to_str()
     assert ours.special_tokens_map == theirs.special_tokens_map
@@ -93,7 +93,7 @@ TEMPLATES = {
 
 def pair(path: Path, vocabulary: str, edit: Edit) -> tuple[Any, Any]:
     light = load_tokenizer(write(path, vocabulary, edit))
-    return light, light.whole
+    return light, light.full
 
 
 @pytest.mark.parametrize("vocabulary", ["byte_level", "pieces"])
@@ -153,5 +153,5 @@ def test_it_goes_to_another_process_with_all_that_it_needs(tmp_path: Path) -> No
     for sent in (light, load_tokenizer(resolve_model_path("demo"))):
         there = pickle.loads(pickle.dumps(sent))
         assert there(LINES).input_ids == sent(LINES).input_ids
-        assert there.whole(LINES).input_ids == sent.whole(LINES).input_ids
-    assert light.whole.special_tokens_map == whole.special_tokens_map
+        assert there.full(LINES).input_ids == sent.full(LINES).input_ids
+    assert light.full.special_tokens_map == whole.special_tokens_map

@@ -20,7 +20,7 @@ import typer
 from matplotlib import pyplot as plt
 
 from cluster_model import Bounds, Cluster, Outcome, Request, StepCosts, arrivals, day, read_costs, requests
-from graphdecode.config.server import DOWNSCALING_FACTOR, target_requests
+from graphdecode.config.settings import DOWNSCALING_FACTOR, target_requests
 from harness import TOOLS, Out, write
 
 PROFILE = TOOLS / "results" / "cpu-epyc-2" / "profile-llama-100m.json"

@@ -5,10 +5,8 @@ from __future__ import annotations
 import textwrap
 from itertools import groupby
 
-from graphdecode.config.key import Key, keys_of
-from graphdecode.config.server import ReplicaConfig, ServerConfig
-from graphdecode.config.settings import BucketConfig, EngineConfig
-from graphdecode.config.toml_file import toml_value
+from graphdecode.config.key import Key, keys_of, toml_value
+from graphdecode.config.settings import BucketConfig, EngineConfig, ReplicaConfig, ServerConfig
 from harness import ROOT
 
 _COLUMNS = 100

@@ -17,7 +17,7 @@ from ray.serve.handle import DeploymentHandle
 from starlette.applications import Starlette
 
 from graphdecode.config import EngineConfig, ReplicaConfig, ServerConfig
-from graphdecode.config.server import DOWNSCALING_FACTOR, target_requests
+from graphdecode.config.settings import DOWNSCALING_FACTOR, target_requests
 from graphdecode.errors import ArgumentError
 from graphdecode.server.batch import ATTEMPTS, BatchRequest
 from graphdecode.server.http import HttpError
@@ -51,19 +51,19 @@ class Cluster:
     def __init__(
         self,
         make_service: Callable[[], Service],
-        config: EngineConfig,
-        limits: ServerConfig,
+        settings: EngineConfig,
+        config: ServerConfig,
         replicas: ReplicaConfig,
         transport: Transport,
         application: str = "graphdecode",
     ) -> None:
         self._make_service = make_service
-        self._config = config
+        self._settings = settings
         self._replicas = replicas
         self._transport = transport
         self._application = application
         self._deployed_at: float | None = None  # by the clock of the cluster; None: not deployed
-        self.limits = limits
+        self.config = config
         self.front: Front | None = None  # in this process, with the transport "direct"
 
     @property
@@ -90,7 +90,7 @@ class Cluster:
         resources = self._resources()
         if self._replicas.ray_address is None:
             _check_devices(resources, self._replicas.bounds[0])
-        address = {"host": self.limits.host, "port": self.limits.port}
+        address = {"host": self.config.host, "port": self.config.port}
         location = (
             "Disabled" if self._transport != "proxy" else "EveryNode" if self._replicas.ray_address else "HeadOnly"
         )
@@ -98,9 +98,9 @@ class Cluster:
         ingress = serve.deployment(
             name="front",
             num_replicas=self._replicas.fronts,
-            max_ongoing_requests=self.limits.max_connections,
+            max_ongoing_requests=self.config.max_connections,
             ray_actor_options={"num_cpus": 0},
-            graceful_shutdown_timeout_s=self.limits.drain_timeout_s,
+            graceful_shutdown_timeout_s=self.config.drain_timeout_s,
             **_COMMON_OPTIONS,
         )(serve.ingress()(Ingress))
         try:
@@ -110,7 +110,7 @@ class Cluster:
             before = self._latest()
             try:
                 if self._transport == "proxy":
-                    serve.run(ingress.bind(replica, self.limits), name=self._application)
+                    serve.run(ingress.bind(replica, self.config), name=self._application)
                 else:
                     serve.run(replica, name=self._application, route_prefix=None)
             finally:
@@ -121,7 +121,7 @@ class Cluster:
 
     def _check_proxy(self) -> None:
         """Check the address of the proxies: those of a cluster keep the address of an earlier command."""
-        host, port = self.limits.host, self.limits.port
+        host, port = self.config.host, self.config.port
         with contextlib.closing(http.client.HTTPConnection(host, port, timeout=_PROXY_SECONDS)) as connection:
             try:
                 connection.request("GET", "/-/healthz")
@@ -138,15 +138,15 @@ class Cluster:
         return None if application is None else application.last_deployed_time_s
 
     def _resources(self) -> dict[str, float]:
-        devices = self._config.tensor_parallel_size
+        devices = self._settings.tensor_parallel_size
         needs: dict[str, float] = {"CPU": devices * self._replicas.cpus_per_device}
         has_gpus = ray.cluster_resources().get("GPU", 0) > 0
-        if self._config.device == "cuda" or (self._config.device == "auto" and has_gpus):
+        if self._settings.device == "cuda" or (self._settings.device == "auto" and has_gpus):
             needs["GPU"] = devices
         return needs
 
     def _deployment(self, resources: dict[str, float]) -> Any:
-        replicas, rows = self._replicas, self._config.buckets.max_batch_size
+        replicas, rows = self._replicas, self._settings.buckets.max_batch_size
         least, most = replicas.bounds
         size: dict[str, Any] = {"num_replicas": least}
         if replicas.autoscale is not None:
@@ -165,7 +165,7 @@ class Cluster:
         return serve.deployment(
             name="replica",
             max_constructor_retry_count=_ATTEMPTS,
-            max_ongoing_requests=min(rows + self.limits.max_waiting, _MAX_REQUESTS),
+            max_ongoing_requests=min(rows + self.config.max_waiting, _MAX_REQUESTS),
             placement_group_bundles=[resources],
             ray_actor_options={"num_cpus": resources["CPU"], "num_gpus": resources.get("GPU", 0)},
             request_router_config={
@@ -173,7 +173,7 @@ class Cluster:
                 "request_router_kwargs": {"slack": replicas.slack, "policy": replicas.routing},
                 "request_routing_stats_period_s": _STATS_SECONDS,
             },
-            graceful_shutdown_timeout_s=self.limits.drain_timeout_s,
+            graceful_shutdown_timeout_s=self.config.drain_timeout_s,
             **_COMMON_OPTIONS,
             **size,
         )(Replica)
@@ -193,7 +193,7 @@ class Cluster:
 
     def app(self) -> Starlette:
         """Return the front of this process, once the replicas were started."""
-        app, self.front = make_front(HttpChannel(self._handle), self.limits)
+        app, self.front = make_front(HttpChannel(self._handle), self.config)
         return app
 
     @cached_property
@@ -211,12 +211,12 @@ class Cluster:
                 log.warning("%r: %s", request.custom_id, lost)
         return 503, HttpError(503, f"{ATTEMPTS} replicas ended while processing it").body
 
-    def close(self, *, at_once: bool = False) -> None:
+    def close(self, *, force: bool = False) -> None:
         """End the replicas, and Ray if it was started here; a later deployment by another command stays."""
         if not ray.is_initialized():
             return
         joined = self._replicas.ray_address is not None
-        if (joined or not at_once) and self._deployed_at is not None and self._latest() == self._deployed_at:
+        if (joined or not force) and self._deployed_at is not None and self._latest() == self._deployed_at:
             serve.delete(self._application)
         ray.shutdown()
 

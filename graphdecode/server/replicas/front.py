@@ -17,7 +17,15 @@ from starlette.types import Message, Receive, Scope, Send
 
 from graphdecode.config import ServerConfig
 from graphdecode.errors import GraphdecodeError
-from graphdecode.server.http import HANDLERS, SSE_DONE, Bodies, HttpError, error_response, sse_event, until_gone
+from graphdecode.server.http import (
+    HANDLERS,
+    SSE_DONE,
+    Bodies,
+    HttpError,
+    error_response,
+    sse_event,
+    unless_disconnected,
+)
 from graphdecode.server.replicas.routing import prompt_blocks
 
 REPLICA_HEADER = b"x-graphdecode-replica"  # names the replica in each response
@@ -58,9 +66,9 @@ def merged(texts: Mapping[str, str]) -> str:
     return "".join(f"{line}\n" for introduced, lines in families.items() for line in (introduced, *lines))
 
 
-def make_front(channel: _Channel, limits: ServerConfig) -> tuple[Starlette, Front]:
+def make_front(channel: _Channel, config: ServerConfig) -> tuple[Starlette, Front]:
     """Return the application in front of the replicas, and its `Front`."""
-    front = Front(channel, limits)
+    front = Front(channel, config)
 
     async def metrics(_: Request) -> Response:
         return Response(merged(await channel.metrics()), media_type="text/plain; version=0.0.4; charset=utf-8")
@@ -75,10 +83,10 @@ class Front:
     If a replica is lost later, a stream ends with an error event, and any other response is cut off.
     """
 
-    def __init__(self, channel: _Channel, limits: ServerConfig) -> None:
+    def __init__(self, channel: _Channel, config: ServerConfig) -> None:
         self._channel = channel
-        self._limits = limits
-        self._bodies = Bodies(limits)
+        self._config = config
+        self._bodies = Bodies(config)
         self.draining = False  # new requests are refused
         self.num_open = 0  # requests in flight
 
@@ -89,7 +97,7 @@ class Front:
         async with self._bodies.read(Request(scope, receive)) as body:
             self.num_open += 1
             try:
-                await until_gone(receive, self._answer(scope, body, receive, send))
+                await unless_disconnected(receive, self._answer(scope, body, receive, send))
             finally:
                 self.num_open -= 1
 
@@ -97,7 +105,7 @@ class Front:
         blocks, avoid = _blocks_of(body), list[str]()
         error = HttpError(503, "no replica could respond; try again", code="no_replica", headers={"Retry-After": "5"})
         try:
-            async with asyncio.timeout(self._limits.request_timeout_s or None) as timeout:
+            async with asyncio.timeout(self._config.request_timeout_s or None) as timeout:
                 for attempt in range(1, _ATTEMPTS + 1):
                     answer = self._channel.messages(scope, body, blocks, avoid)
                     async with contextlib.aclosing(answer) as messages:
@@ -113,7 +121,7 @@ class Front:
                         await self._forward(begin, first, messages, send)
                         return
         except TimeoutError:
-            error = HttpError(504, f"no replica responded in {self._limits.request_timeout_s:g} s", code="timeout")
+            error = HttpError(504, f"no replica responded in {self._config.request_timeout_s:g} s", code="timeout")
         await error_response(error)(scope, receive, send)
 
     async def _forward(self, begin: Message, first: Message, messages: Any, send: Send) -> None:

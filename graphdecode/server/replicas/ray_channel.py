@@ -19,7 +19,7 @@ from starlette.types import Message, Scope
 
 from graphdecode.config import ServerConfig
 from graphdecode.server.replicas.front import LostError, make_front
-from graphdecode.server.replicas.routing import OwnRequests, RoutedPrefixes, choose
+from graphdecode.server.replicas.routing import RequestsInFlight, RoutedPrefixes, choose
 
 LEASE_HEADER = "x-graphdecode-lease"  # header of a request over HTTP
 _SENT = ("type", "http_version", "method", "scheme", "path", "query_string", "root_path", "headers", "client", "server")
@@ -43,7 +43,7 @@ class PrefixRouter(RequestRouter):
         self.slack: int = kwargs["slack"]
         self.policy: str = kwargs["policy"]
         self.prefixes: RoutedPrefixes[ReplicaID] = RoutedPrefixes()
-        self.own: OwnRequests[ReplicaID] = OwnRequests()
+        self.own: RequestsInFlight[ReplicaID] = RequestsInFlight()
         self.draw = random.Random()
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
@@ -151,12 +151,12 @@ class HttpChannel(RayChannel):
 class Ingress:
     """The front as Ray's proxies call it."""
 
-    def __init__(self, replicas: DeploymentHandle, limits: ServerConfig) -> None:
+    def __init__(self, replicas: DeploymentHandle, config: ServerConfig) -> None:
         self._replicas = replicas
-        self._limits = limits
+        self._config = config
 
     def __serve_build_asgi_app__(self) -> Starlette:
-        return make_front(RayChannel(self._replicas), self._limits)[0]
+        return make_front(RayChannel(self._replicas), self._config)[0]
 
 
 async def _asgi_messages(response: aiohttp.ClientResponse) -> AsyncGenerator[Message, None]:

@@ -40,7 +40,7 @@ class Replica:
         if listens:
             node = ray.util.get_node_ip_address()
             bound = bind(node, 0)
-            server = make_server(self._leased, self.service.limits)
+            server = make_server(self._leased, self.service.config)
             self._serving = asyncio.create_task(server.serve(sockets=[bound]))
             self._address = f"http://{node}:{bound.getsockname()[1]}"
 
@@ -119,7 +119,7 @@ class Replica:
 
     async def __del__(self) -> None:
         """End the engine; Ray calls this when no request is in flight, or time is up."""
-        self.service.close(at_once=True)
+        self.service.close(force=True)
 
 
 def _signed(app: ASGIApp, name: str) -> ASGIApp:

@@ -62,7 +62,7 @@ class RoutedPrefixes(Generic[R]):
             del self._holders[block]
 
 
-class OwnRequests(Generic[R]):
+class RequestsInFlight(Generic[R]):
     """This front's requests in flight at each replica.
 
     A replica reports its total, of all fronts, when it accepts a request; but Ray drops that after ten seconds, and
@@ -102,10 +102,8 @@ class OwnRequests(Generic[R]):
 def choose(loads: Mapping[R, int], matched: Mapping[R, int], slack: int, draw: random.Random) -> R:
     """Return the replica for a request.
 
-    Args:
-        loads: requests in flight, by replica; at least one replica.
-        matched: blocks of the prompt that a replica has; none if it is missing.
-        slack: requests by which a replica may be ahead of the least loaded one.
+    `loads` are requests in flight by replica, `matched` the blocks of the prompt that a replica has, and `slack` the
+    requests by which a replica may be ahead of the least loaded one.
     """
     limit = min(loads.values()) + slack
     best = max((matched.get(each, 0), -load) for each, load in loads.items() if load <= limit)

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from graphdecode.errors import beyond_flashinfer
+from graphdecode.errors import flashinfer_hint
 
 from .batch_decode import BatchDecodeWithPagedKVCacheWrapper, CUDAGraphBatchDecodeWithPagedKVCacheWrapper
 from .single_decode import single_decode_with_kv_cache
@@ -15,4 +15,4 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}{beyond_flashinfer(name)}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}{flashinfer_hint(name)}")

@@ -38,33 +38,33 @@ class WrappedText:
         """Print a piece."""
         if self._is_terminal:
             width = shutil.get_terminal_size().columns
-            piece = "".join(self._placed(sign, width - 1) for sign in piece)
+            piece = "".join(self._placed(character, width - 1) for character in piece)
         print(piece, end="", flush=True)
 
-    def _placed(self, sign: str, limit: int) -> str:
+    def _placed(self, character: str, limit: int) -> str:
         """Return the output for a character, with at most `limit` columns of a line used."""
-        if sign == "\n":
+        if character == "\n":
             self._column, self._word = 0, ""
-            return sign
-        if sign == "\t":
-            sign = " " * (_TAB - self._column % _TAB)
-        elif unicodedata.category(sign) in _CONTROLS or sign in _DIRECTIONS:
-            sign = sign.encode("unicode_escape").decode()
-        size = cell_len(sign)
+            return character
+        if character == "\t":
+            character = " " * (_TAB - self._column % _TAB)
+        elif unicodedata.category(character) in _CONTROLS or character in _DIRECTIONS:
+            character = character.encode("unicode_escape").decode()
+        size = cell_len(character)
         if self._column + size <= limit:
             self._column += size
-            self._word = "" if sign.isspace() else self._word + sign
-            return sign
+            self._word = "" if character.isspace() else self._word + character
+            return character
         word, self._word = self._word, ""
-        if sign.isspace():
+        if character.isspace():
             self._column = 0
             return "\n"
         back = cell_len(word)
         if back == self._column:  # the word began this line
             self._column = size
-            return "\n" + sign
-        self._column, self._word = back + size, word + sign
-        return (f"\x1b[{back}D\x1b[K" if back else "") + "\n" + word + sign
+            return "\n" + character
+        self._column, self._word = back + size, word + character
+        return (f"\x1b[{back}D\x1b[K" if back else "") + "\n" + word + character
 
 
 def run_summary(llm: LLM, outputs: Sequence[RequestOutput], load_seconds: float, seconds: float) -> str:
