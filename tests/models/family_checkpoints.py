@@ -253,11 +253,6 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 SCALES = ("scale", "layer_scalar")  # around 1
 OFFSET_NORMS = ("gemma2", "gemma3", "qwen3.5", "qwen3-next")  # whose gains are kept as their distance from 1
-RECURRENT = (
-    *("granite-4-mamba", "granite-4-experts", "bamba", "mamba2", "lfm2", "lfm2-biases", "qwen3.5", "qwen3-next"),
-    *("falcon-h1", "falcon-h1-multipliers", "falcon-h1-biases", "nemotron-h", "nemotron-h-biases"),
-    *("olmo-hybrid", "olmo-hybrid-nope"),
-)
 
 
 def save_checkpoint(name: str, folder: Path, **options: Any) -> Path:
