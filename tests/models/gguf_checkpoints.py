@@ -119,7 +119,11 @@ RECURRENT: dict[str, tuple[str, str, dict[str, Any]]] = {
         "Qwen3_5",
         family_checkpoints.DELTA_NET | {"num_hidden_layers": 4, "layer_types": None},
     ),
-    "qwen3next": ("qwen3next", "Qwen3Next", _FAMILIES["qwen3-next"] | {"num_hidden_layers": 4, "layer_types": None}),
+    "qwen3next": (
+        "qwen3next",
+        "Qwen3Next",
+        _FAMILIES["qwen3-next"] | {"num_hidden_layers": 4, "layer_types": None, "mlp_only_layers": []},
+    ),
     "bamba": ("granitehybrid", "Bamba", _FAMILIES["bamba"]),
 }
 _NEIGHBOURS = ("Llama", "Mixtral", "SmolLM3", "Granite")

@@ -68,7 +68,7 @@ def elements(source: SplitSource) -> int:
 
 # one of each family with recurrent states that can be split, and of those with other keys
 RECURRENT = (
-    *("bamba", "falcon-h1-biases", "granite-4-experts", "lfm2-biases", "mamba2", "nemotron-h-biases"),
+    *("bamba-biases", "falcon-h1-biases", "granite-4-experts", "lfm2-biases", "mamba2", "nemotron-h-biases"),
     *("qwen3.5", "qwen3-next"),
 )
 NEWEST = ("gemma4-inputs", "gemma4-experts", "llama4", "deepseek-v2", "deepseek-v3", "glm-4.7-flash")

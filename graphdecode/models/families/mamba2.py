@@ -111,7 +111,8 @@ class Bamba(Mamba2Hybrid):
         layers, attending = fields["num_hidden_layers"], settings.get("attn_layer_indices") or ()
         kinds = ["full_attention" if index in attending else "mamba" for index in range(layers)]
         sizes = mamba2_sizes(settings)
-        return {"recurrent": recurrent_layers(kinds, layers, sizes.state, ("mamba",)), "mixer": sizes}
+        recurrent = recurrent_layers(kinds, layers, sizes.state, ("mamba",))
+        return super().options(settings, fields) | {"recurrent": recurrent, "mixer": sizes}
 
     def layer_weights(self, config: ModelConfig, at: str, name: str) -> WeightMap:
         names = {"post_attention_layernorm": "pre_ff_layernorm", "mlp": "feed_forward"}
