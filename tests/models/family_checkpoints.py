@@ -113,6 +113,7 @@ GRANITE_4 = GRANITE | {
 }
 RECURRENT_AROUND = {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
 MAMBA = {"mamba_n_heads": 8, "mamba_d_state": 16, "mamba_n_groups": 2}
+BAMBA = MAMBA | {"attn_layer_indices": [1]}
 FALCON_MULTIPLIERS = {
     "mamba_d_ssm": 96,
     "mamba_n_heads": 6,
@@ -216,7 +217,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         GRANITE_4
         | MAMBA
         | RECURRENT_AROUND
-        | {"num_local_experts": 6, "num_experts_per_tok": 2, "shared_intermediate_size": 40},
+        | {"num_local_experts": 6, "num_experts_per_tok": 2, "shared_intermediate_size": 40}
+        | {"position_embedding_type": "rope", "attention_bias": True, "tie_word_embeddings": True}
+        | {"mamba_n_groups": 1, "mamba_d_conv": 3, "mamba_conv_bias": False, "mamba_proj_bias": True},
     ),
     "falcon-h1": ("FalconH1", MAMBA | {"mamba_d_ssm": None}),
     "falcon-h1-multipliers": ("FalconH1", MAMBA | FALCON_MULTIPLIERS),
@@ -225,7 +228,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         MAMBA
         | FALCON_MULTIPLIERS
         | {"attention_bias": True, "mlp_bias": True, "mamba_proj_bias": True, "projectors_bias": True}
-        | {"mamba_rms_norm": True, "mamba_norm_before_gate": False, "mamba_conv_bias": False},
+        | {"mamba_rms_norm": True, "mamba_norm_before_gate": False, "mamba_conv_bias": False, "mamba_d_conv": 3}
+        | {"tie_word_embeddings": True},
     ),
     "nemotron-h": ("NemotronH", NEMOTRON_H),
     "nemotron-h-biases": (
@@ -238,26 +242,50 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo-hybrid-nope": (
         "OlmoHybrid",
         DELTA_NET
-        | {"linear_allow_neg_eigval": False, "attention_bias": True, "head_dim": 16}
+        | {"linear_allow_neg_eigval": False, "linear_conv_kernel_dim": 3, "attention_bias": True, "head_dim": 16}
         | {"rope_parameters": {"rope_type": "default", "rope_theta": None}},
     ),
-    "bamba": ("Bamba", MAMBA | {"attn_layer_indices": [1]}),
+    "bamba": ("Bamba", BAMBA),
+    "bamba-biases": (
+        "Bamba",
+        BAMBA
+        | {"attention_bias": True, "mlp_bias": True, "mamba_proj_bias": True, "mamba_conv_bias": False}
+        | {"time_step_limit": (0.4, 0.9), "tie_word_embeddings": True},
+    ),
     "mamba2": ("Mamba2", {"num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 2}),
-    "lfm2": ("Lfm2", {"layer_types": ["conv", "full_attention", "conv"]}),
+    "mamba2-biases": (
+        "Mamba2",
+        {"num_heads": 4, "head_dim": 16, "expand": 1, "state_size": 16, "n_groups": 1, "conv_kernel": 3}
+        | {"use_bias": True, "use_conv_bias": False, "time_step_limit": (0.4, 0.9), "tie_word_embeddings": True},
+    ),
+    "lfm2": (
+        "Lfm2",
+        {"layer_types": ["conv", "full_attention", "conv"], "block_multiple_of": 24, "block_ffn_dim_multiplier": 1.3},
+    ),
     "lfm2-biases": (
         "Lfm2",
-        {"full_attn_idxs": [0], "conv_bias": True, "conv_L_cache": 4, "block_auto_adjust_ff_dim": False},
+        {"full_attn_idxs": [0], "conv_bias": True, "conv_L_cache": 4, "block_auto_adjust_ff_dim": False}
+        | {"tie_word_embeddings": False},
     ),
     "qwen3.5": ("Qwen3_5", DELTA_NET),
-    "qwen3-next": ("Qwen3Next", DELTA_NET | EXPERTS | {"num_experts": 15, "shared_expert_intermediate_size": 16}),
+    "qwen3.5-tied": (
+        "Qwen3_5",
+        DELTA_NET
+        | {
+            "linear_num_value_heads": 2,
+            "linear_conv_kernel_dim": 3,
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+        }
+        | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.5}},
+    ),
+    "qwen3-next": (
+        "Qwen3Next",
+        DELTA_NET | EXPERTS | {"num_experts": 15, "shared_expert_intermediate_size": 16, "mlp_only_layers": [1]},
+    ),
 }
 SCALES = ("scale", "layer_scalar")  # around 1
 OFFSET_NORMS = ("gemma2", "gemma3", "qwen3.5", "qwen3-next")  # whose gains are kept as their distance from 1
-RECURRENT = (
-    *("granite-4-mamba", "granite-4-experts", "bamba", "mamba2", "lfm2", "lfm2-biases", "qwen3.5", "qwen3-next"),
-    *("falcon-h1", "falcon-h1-multipliers", "falcon-h1-biases", "nemotron-h", "nemotron-h-biases"),
-    *("olmo-hybrid", "olmo-hybrid-nope"),
-)
 
 
 def save_checkpoint(name: str, folder: Path, **options: Any) -> Path:

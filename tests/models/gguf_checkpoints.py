@@ -104,6 +104,7 @@ ARCHITECTURES: dict[str, tuple[str, str, dict[str, Any]]] = {
         | {"q_lora_rank": 24, "n_group": 2, "topk_group": 1, "norm_topk_prob": True}
         | {"rope_parameters": YARN | {"mscale": 0.8, "mscale_all_dim": 0.8}},
     ),
+    "glm-4.7-flash": ("deepseek2", "Glm4MoeLite", LATENT | {"q_lora_rank": 24}),
 }
 # the same of architectures with recurrent states
 _FAMILIES = {name: changes for name, (_, changes) in family_checkpoints.FAMILIES.items()}
@@ -118,7 +119,11 @@ RECURRENT: dict[str, tuple[str, str, dict[str, Any]]] = {
         "Qwen3_5",
         family_checkpoints.DELTA_NET | {"num_hidden_layers": 4, "layer_types": None},
     ),
-    "qwen3next": ("qwen3next", "Qwen3Next", _FAMILIES["qwen3-next"] | {"num_hidden_layers": 4, "layer_types": None}),
+    "qwen3next": (
+        "qwen3next",
+        "Qwen3Next",
+        _FAMILIES["qwen3-next"] | {"num_hidden_layers": 4, "layer_types": None, "mlp_only_layers": []},
+    ),
     "bamba": ("granitehybrid", "Bamba", _FAMILIES["bamba"]),
 }
 _NEIGHBOURS = ("Llama", "Mixtral", "SmolLM3", "Granite")
@@ -260,7 +265,7 @@ def _write_own(writer: gguf.GGUFWriter, config: Any, kind: str) -> None:
         writer.add_feed_forward_length(config.intermediate_size_mlp)
         writer.add_expert_feed_forward_length(config.intermediate_size)
         writer.add_interleave_moe_layer_step(config.interleave_moe_layer_step)
-    elif kind.startswith("Deepseek"):
+    elif hasattr(config, "kv_lora_rank"):
         writer.add_head_count_kv(1)
         writer.add_leading_dense_block_count(config.first_k_dense_replace)
         if config.q_lora_rank is not None:
@@ -275,8 +280,9 @@ def _write_own(writer: gguf.GGUFWriter, config: Any, kind: str) -> None:
         writer.add_expert_shared_count(config.n_shared_experts)
         writer.add_expert_weights_scale(config.routed_scaling_factor)
         writer.add_expert_weights_norm(config.norm_topk_prob)
-        if kind == "DeepseekV3":
+        if "mscale_all_dim" in config.rope_parameters:
             writer.add_rope_scaling_yarn_log_mul(0.1 * config.rope_parameters["mscale_all_dim"])
+        if kind != "DeepseekV2":
             writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
             writer.add_expert_group_count(config.n_group)
             writer.add_expert_group_used_count(config.topk_group)

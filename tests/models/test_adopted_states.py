@@ -27,21 +27,21 @@ from graphdecode.models.blocks import StateStep, Tokens
 from graphdecode.models.transformers_backend import ModuleDecoder
 from graphdecode.models.transformers_backend.states import ModuleStates
 
-NEW_TOKENS = 16
+NEW_TOKENS = 32  # so that the first of nine prompts still decodes when the last has come in chunks of 7
 PARAMS = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True)
 OTHERS = [pytest.param(name, marks=pytest.mark.slow) for name in ("falcon-mamba", "zamba", "lfm2-moe", "qwen3.5-moe")]
 QUICK = ("mamba", "jamba", "zamba2")  # a state alone, beside experts and attention in other layers, beside attention
 OTHER_ENGINES: dict[str, dict[str, Any]] = {
     "drafts": {"speculation": {"method": "ngram", "num_tokens": 3, "ngram_min": 1}},
     "three steps a launch": {"steps_per_launch": 3},
-    "prefixes": {"state_checkpoints": 8, "state_checkpoint_tokens": 8},
+    "prefixes": {"state_checkpoints": 32, "state_checkpoint_tokens": 8},
 }
 
 
 def prompts() -> list[list[int]]:
     rng = random.Random(7)
-    given = [[rng.randrange(256) for _ in range(length)] for length in (1, 2, 7, 8, 15, 17, 31, 40, 60)]
-    given[7][:16] = given[6][:16]
+    given = [[rng.randrange(256) for _ in range(length)] for length in (60, 40, 31, 17, 15, 8, 7, 2, 1)]
+    given[1][:16] = given[2][:16]
     return given
 
 
@@ -72,8 +72,8 @@ def adopted(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Adopted
 
 
 def engine(folder: Path, **changes: Any) -> LLM:
-    """Chunks of 7, four rows in one bucket, and few pages."""
-    sizes = {"max_batch_size": 4, "batch_sizes": [4], "max_sequence_length": 96, "page_size": 8, "total_num_pages": 12}
+    """Chunks of 7, nine rows in one bucket, and few pages."""
+    sizes = {"max_batch_size": 9, "batch_sizes": [9], "max_sequence_length": 96, "page_size": 8, "total_num_pages": 42}
     return LLM(folder, dtype="float32", max_prefill_tokens=7, **sizes | changes)
 
 
@@ -84,13 +84,14 @@ def tokens_of(llm: LLM, given: list[list[int]]) -> list[list[int]]:
 @pytest.mark.parametrize("name", [*QUICK, *OTHERS])
 def test_tokens_are_those_of_transformers_in_one_batch_and_alone(adopted: Callable[[str], Adopted], name: str) -> None:
     expected = adopted(name).expected
-    assert len({token for answer in expected for token in answer}) > NEW_TOKENS // 2, "it varies"
+    assert len({token for answer in expected for token in answer}) > 8, "it varies"
     with engine(adopted(name).folder) as llm:
         assert isinstance(llm.model, ModuleDecoder)
         assert llm.graphs.backend in ("recorded", "cuda")
         assert tokens_of(llm, prompts()) == expected
+        assert llm.stats.batch_sizes[9] > 0
         assert llm.num_preemptions > 0
-        assert [tokens_of(llm, [prompt]) for prompt in prompts()[5:]] == [[answer] for answer in expected[5:]]
+        assert [tokens_of(llm, [prompt]) for prompt in prompts()] == [[answer] for answer in expected]
 
 
 @pytest.mark.parametrize("other", OTHER_ENGINES)
@@ -98,8 +99,8 @@ def test_drafts_loops_and_prefixes_change_no_token(adopted: Callable[[str], Adop
     options = OTHER_ENGINES[other] | {"total_num_pages": "auto"}
     with engine(adopted("jamba").folder, **options) as llm:
         assert tokens_of(llm, prompts()) == adopted("jamba").expected
-        outputs = llm.generate(prompts()[-1:], PARAMS, use_tqdm=False)
-        assert list(outputs[0].outputs[0].token_ids) == adopted("jamba").expected[-1]
+        outputs = llm.generate(prompts()[:1], PARAMS, use_tqdm=False)
+        assert list(outputs[0].outputs[0].token_ids) == adopted("jamba").expected[0]
         assert (outputs[0].metrics.num_cached_tokens > 0) == (other == "prefixes")
         if other == "drafts":
             assert llm.stats.speculation.drafted > 0
@@ -166,7 +167,7 @@ def test_hostile_padding_behind_a_prompt_changes_no_bit(driven: DrivenDecoder) -
 
 
 def test_log_probabilities_of_prompts_are_those_of_the_module(adopted: Callable[[str], Adopted]) -> None:
-    prompt, folder = prompts()[-1], adopted("jamba").folder
+    prompt, folder = prompts()[0], adopted("jamba").folder
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     with torch.no_grad():
         expected = model(torch.tensor([prompt])).logits[0, :-1].log_softmax(-1)

@@ -12,7 +12,7 @@ from command_line import run_command
 from gguf_checkpoints import ARCHITECTURES, finish, quantized_file, random_model, write
 from safetensors.torch import load_file
 from tokenizers import pre_tokenizers
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, DeepseekV3ForCausalLM
 
 from graphdecode import LLM, SamplingParams
 from graphdecode.convert import converted_copy, quantized_copy
@@ -57,7 +57,8 @@ def test_transformers_reads_the_folder_as_the_same_model(tmp_path: Path, name: s
     file = write(model, name, tmp_path / "model.gguf", with_vocabulary)
     folder = converted_copy(file, tmp_path / "folder")
     found, told = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
-    assert type(found) is type(model)
+    is_glm = name == "glm-4.7-flash"  # whose files are called DeepSeek's, as they compute the same
+    assert type(found) is (DeepseekV3ForCausalLM if is_glm else type(model))
     assert not told["missing_keys"]
     assert not told["unexpected_keys"]
     tokens = torch.randint(0, 259, (2, 40), generator=torch.Generator().manual_seed(3))

@@ -19,11 +19,13 @@ from compiled_kernels import compiled
 from driven_decoder import DrivenDecoder
 from gguf_checkpoints import ARCHITECTURES, quantized_file
 from quantized_checkpoints import FORMS, write_pair
+from test_against_transformers import PARAMS, assert_greedy, prompts, reference
 
 from graphdecode import LLM, Engine, EngineConfig, Request, SamplingParams, StructuredOutputsParams
 from graphdecode.distributed import Collectives, Leader, RankError, SharedCollectives
-from graphdecode.distributed.started import new_board
-from graphdecode.engine.loading import load_engine, start_ranks_of
+from graphdecode.distributed.started import new_board, start_ranks
+from graphdecode.engine.loading import load_engine
+from graphdecode.engine.steps import step as step_module
 from graphdecode.errors import ArgumentError
 from graphdecode.kernels.norm.gated_rms_norm import gated_rms_norm
 from graphdecode.linear.experts import ExpertPanels
@@ -64,6 +66,11 @@ def elements(source: SplitSource) -> int:
     return sum(math.prod(stored.shape) for stored in source.tensors.values())
 
 
+# one of each family with recurrent states that can be split, and of those with other keys
+RECURRENT = (
+    *("bamba-biases", "falcon-h1-biases", "granite-4-experts", "lfm2-biases", "mamba2", "nemotron-h-biases"),
+    *("qwen3.5", "qwen3-next"),
+)
 NEWEST = ("gemma4-inputs", "gemma4-experts", "llama4", "deepseek-v2", "deepseek-v3", "glm-4.7-flash")
 
 
@@ -382,8 +389,10 @@ def settings(count: int, **changes: Any) -> EngineConfig:
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[Leader]:
-    """Processes that load one model after the other."""
-    leader = start_ranks_of(settings(2))
+    """Processes that load one model after the other; steps take prompts along if this process asks for it, too."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
+        leader = start_ranks(2, "cpu", "auto", LIMIT_SECONDS, "mixing_rank")
     yield leader
     leader.close()
 
@@ -425,12 +434,29 @@ def same_on_one_and_on_two(
     return shared
 
 
-@pytest.mark.parametrize(
-    "name", ["llama-biases", "qwen3-tied", "phi3", "qwen2-moe", "gpt-oss", "gemma3-cap", "olmo2", *NEWEST]
-)
+@pytest.mark.parametrize("name", ["llama-biases", "qwen3-tied", "phi3", "qwen2-moe", "gpt-oss", "gemma3-cap", "olmo2"])
 def test_two_ranks_give_the_tokens_of_one(checkpoint: Callable[[str], Path], ranks: Leader, name: str) -> None:
     requests = [sampled(0, 1, temperature=0.0), sampled(1, 20), sampled(2, 6, temperature=0.0)]
     same_on_one_and_on_two(checkpoint(name), ranks, requests)
+
+
+@pytest.mark.parametrize("name", [*RECURRENT, *NEWEST])
+def test_two_ranks_give_the_tokens_of_transformers(checkpoint, monkeypatch, ranks, name):
+    """Nine prompts in one batch and alone, in chunks of 7, which steps take along, until pages run out."""
+    monkeypatch.setattr(step_module, "CACHED_BYTES", 0)
+    sizes = {"max_batch_size": 9, "batch_sizes": [1, 4, 9], "max_sequence_length": 160, "page_size": 8}
+    engine = load_engine(checkpoint(name), settings(2, max_prefill_tokens=7, total_num_pages=60, **sizes), ranks=ranks)
+    requests = [Request(prompt, PARAMS) for prompt in prompts()]
+    found = answers(engine, requests)
+    assert engine.stats.batch_sizes[9] > 0
+    assert engine.stats.mixed_steps > 0
+    assert engine.num_preemptions > 0
+    engine.runner.cache.reset()  # of prefixes
+    found += [answers(engine, [request])[0] for request in requests]
+    engine.close()
+    for prompt, (tokens, _, _) in zip(2 * prompts(), found, strict=True):
+        assert len(tokens) == PARAMS.max_tokens
+        assert_greedy(reference(checkpoint(name)), prompt, tokens)
 
 
 @pytest.mark.parametrize(("name", "gate_up", "down"), [("mixtral", "Q4_0", "Q8_0"), ("gpt-oss", "MXFP4", "MXFP4")])

@@ -108,7 +108,7 @@ class Bamba(Mamba2Hybrid):
     def options(self, settings: dict[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
         layers, attending = fields["num_hidden_layers"], settings.get("attn_layer_indices") or ()
         kinds = ["full_attention" if index in attending else "mamba" for index in range(layers)]
-        return recurrent_layers(kinds, layers, mamba2_sizes(settings), ("mamba",))
+        return super().options(settings, fields) | recurrent_layers(kinds, layers, mamba2_sizes(settings), ("mamba",))
 
     def layer_weights(self, config: ModelConfig, at: str, name: str) -> WeightMap:
         names = {"post_attention_layernorm": "pre_ff_layernorm", "mlp": "feed_forward"}
