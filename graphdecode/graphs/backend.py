@@ -86,8 +86,7 @@ class Backend:
             return CudaStepGraph(step, batch, shared, self.owners)
         if not self._blocks:  # the first shape runs as often as on a GPU
             warm_up(step, batch, self.owners, self._warmup_steps - 1)
-        # the recording checks memory itself, and replays
-        warm_up(step, batch, self.owners, 1, checks_memory=False, computes=False)
+            warm_up(step, batch, self.owners, 1, computes=False)
         return RecordedStepGraph(step, batch, self.owners, self._blocks)
 
     def captured(self, step: Step, batch: Batch, second: Step | None, control: LoopControl | None) -> Ready:
@@ -159,15 +158,13 @@ class Backend:
         self.owners = Owners(self._buffers)
 
 
-def warm_up(
-    step: Step, batch: Batch, owners: Owners, num_steps: int, *, checks_memory: bool = True, computes: bool = True
-) -> None:
+def warm_up(step: Step, batch: Batch, owners: Owners, num_steps: int, *, computes: bool = True) -> None:
     """Run a step under observation: hazards raise, and one-time initialization happens before the capture.
 
-    A tensor that Python keeps from the first run has no owner in the second, and is refused. For `checks_memory` and
-    `computes` see `StepObserver`.
+    A tensor that Python keeps from the first run has no owner in the second, and is refused. For `computes` see
+    `StepObserver`.
     """
-    observer = StepObserver(owners, checks_memory=checks_memory, computes=computes)
+    observer = StepObserver(owners, computes=computes)
     for _ in range(num_steps):
         observer.made.clear()
         with observed(observer, batch, step=step) as watched:

@@ -13,24 +13,24 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from graphdecode.buffers import Batch
 from graphdecode.graphs.errors import CaptureError, caller, definition_of
 from graphdecode.graphs.inspect.observer import (
     Given,
+    Schema,
     StepObserver,
     flattened,
     mapped,
     observed,
-    schema_of,
     tensors_of,
     values_of,
 )
-from graphdecode.graphs.inspect.owners import Owners, is_opaque, storage_address, storage_key
+from graphdecode.graphs.inspect.owners import Known, Owners, storage_address, storage_key
 from graphdecode.graphs.step_graph import Argument, Node, Step, StepGraph
-from graphdecode.kernels.native.library import NativeSequence, joined
+from graphdecode.kernels.native.library import NativeCall, NativeSequence, joined
 from graphdecode.kernels.native.registration import bind
 
 # factories of uninitialized memory: the memory is part of the graph, and there is nothing to replay
@@ -44,22 +44,24 @@ _ALIGNMENT = 64  # bytes: a line of a processor's caches
 class ReusedMemory:
     """Assigns memory blocks to the intermediates of a step, as CUDA's allocator does within a capture.
 
-    The recorded run uses memory of its own. Each storage that it makes gets a block until the storage is freed: replays
-    run the same operators in the same order. All graphs share the blocks.
+    Each storage that the step makes gets a block until the storage is freed: replays run the same operators in the same
+    order. All graphs share the blocks.
     """
 
     def __init__(self, blocks: list[Tensor]) -> None:
         self.blocks = blocks  # uint8; new ones are appended
         self._free = list(blocks)
-        self._in_use: dict[int, tuple[StorageWeakRef, Tensor]] = {}
+        self._in_use: list[tuple[StorageWeakRef, Tensor]] = []
 
-    def hold(self, key: int, tensor: Tensor) -> Tensor:
-        """Assign a block to the new storage `key` of the step; return `tensor` over the block."""
-        for one, (storage, block) in list(self._in_use.items()):
+    def hold(self, nbytes: int) -> tuple[UntypedStorage, Tensor]:
+        """Return a storage over a block, and the block, which is free again when nobody uses the storage."""
+        in_use, self._in_use = self._in_use, []
+        for storage, block in in_use:
             if storage.expired():
                 self._free.append(block)
-                del self._in_use[one]
-        size = -(-tensor.untyped_storage().nbytes() // _ALIGNMENT) * _ALIGNMENT
+            else:
+                self._in_use.append((storage, block))
+        size = max(-(-nbytes // _ALIGNMENT), 1) * _ALIGNMENT
         fitting = [block for block in self._free if size <= block.nbytes]
         if fitting:
             found = min(fitting, key=lambda block: block.nbytes)
@@ -67,17 +69,13 @@ class ReusedMemory:
         else:
             found = torch.empty(size, dtype=torch.uint8)
             self.blocks.append(found)
-        self._in_use[key] = StorageWeakRef(tensor.untyped_storage()), found
-        return _over(found, tensor)
+        made = torch.frombuffer(found.numpy(), dtype=torch.uint8, count=size).untyped_storage()
+        self._in_use.append((StorageWeakRef(made), found))
+        return made, found
 
-    def block_of(self, key: int) -> Tensor | None:
-        """Return the block of a storage; None if the step did not make it."""
-        return self._in_use.get(key, (None, None))[1]
-
-
-def _over(block: Tensor, tensor: Tensor) -> Tensor:
-    storage = block.untyped_storage()
-    return tensor.new_empty(0).set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
+    def is_kept(self) -> bool:
+        """Whether something still uses a storage of the step."""
+        return any(not storage.expired() for storage, _ in self._in_use)
 
 
 class Recorder(StepObserver):
@@ -85,53 +83,70 @@ class Recorder(StepObserver):
 
     def __init__(self, owners: Owners, blocks: list[Tensor]) -> None:
         super().__init__(owners, computes=False)
-        self.in_setitem = True  # the warm-up has refused all host data but numbers written by index
         self.calls: list[Callable[[], Any]] = []
-        self.memory = ReusedMemory(blocks)  # for intermediates in replays
-        self.pool: list[Tensor] = []  # the step's intermediates, over that memory
+        self.memory = ReusedMemory(blocks)  # for intermediates
+        self.pool: dict[Tensor, torch.dtype] = {}  # blocks, and the dtype of the last intermediate in them
         self.nodes: list[Node] = []  # one per call
+        self.moved_bytes = 0
+        self._blocks: dict[int | None, tuple[Tensor, int]] = {}  # of the storages that the step made, with addresses
 
-    def made_new(self, key: int, tensor: Tensor) -> None:
-        """Assign memory to a tensor that the step made."""
-        with self.working():
-            self.pool.append(self.memory.hold(key, tensor))
+    def made_new(self, schema: Schema, tensors: Sequence[Tensor]) -> None:
+        """Move what the step made into the graphs' memory."""
+        moved: dict[int | None, UntypedStorage] = {}
+        for tensor in tensors:
+            key, nbytes = storage_key(tensor), tensor.untyped_storage().nbytes()
+            if key not in moved:
+                moved[key], block = self.memory.hold(nbytes)
+                self._blocks[moved[key]._cdata] = block, moved[key].data_ptr()
+                self.pool[block] = tensor.dtype
+            values = None if schema.name in _UNINITIALIZED else tensor.clone()
+            tensor.set_(moved[key], tensor.storage_offset(), tensor.shape, tensor.stride())
+            if values is not None:
+                tensor.copy_(values)
 
-    def seen(self, func: Any, args: tuple, kwargs: dict, given: Sequence[Given], result: Any) -> None:
-        """Record a call that repeats the operator over aliases of the same memory."""
-        schema = schema_of(func)
+    def seen(self, schema: Schema, args: tuple, kwargs: dict, given: Sequence[Given], result: Any) -> None:
+        """Record a call that repeats the operator over the same memory."""
         if schema.name in _UNINITIALIZED or schema.reshapes:
             return
-        with self.working():
-            found = tensors_of(result)
-            old = {storage_key(tensor) for _, tensor, _ in given} - {None} if found else set()
-            new = [tensor for tensor in found if storage_key(tensor) not in old]
-            if not new and not schema.is_mutable:
-                return  # a view
-            given = [*given, *(("result", tensor, True) for tensor in new)]
-            places = {id(tensor): self._place(tensor) for tensor in [*(tensor for _, tensor, _ in given), *found]}
-            args, kwargs = mapped(lambda value: places[id(value)][2] if id(value) in places else value, (args, kwargs))
-        arguments = tuple(Argument(name, *places[id(tensor)], is_written) for name, tensor, is_written in given)
-        self.nodes.append(Node(schema.overload, schema.overload, *caller(), arguments))
-        own = bind(func, *values_of(schema, args, kwargs))
-        if own is not None:
+        new: list[Tensor] = []
+        if result is not None:
+            old = {key for *_, key in given}
+            new = [tensor for tensor in tensors_of(result) if storage_key(tensor) not in old]
+        if not new and not schema.is_mutable:
+            return  # a view
+        arguments = [self._argument(*each) for each in given]
+        arguments += (self._argument("result", tensor, True, storage_key(tensor)) for tensor in new)
+        self.nodes.append(Node(schema.overload, schema.overload, *caller(), tuple(arguments)))
+        own: Any = bind(schema.operator, *values_of(schema, args, kwargs)) if schema.is_own else None
+        if isinstance(own, (NativeCall, NativeSequence)):
+            for call in own.calls if isinstance(own, NativeSequence) else [own]:
+                call.held = [argument.alias for argument in arguments]
             self.calls.append(own)
+            return
+        fresh = {id(tensor) for tensor in new}
+        outputs = [self._alias(leaf) if id(leaf) in fresh else None for leaf in flattened(result)]
+        args, kwargs = mapped(lambda value: self._alias(value) if isinstance(value, Tensor) else value, (args, kwargs))
+        if own is not None:
+            self.calls.append(functools.partial(own.func, *values_of(schema, args, kwargs)))
         elif not new:
-            self.calls.append(functools.partial(func._op, *args, **kwargs))
+            self.calls.append(functools.partial(schema.operator._op, *args, **kwargs))
         else:
-            fresh = {id(tensor) for tensor in new}
-            outputs = [places[id(leaf)][2] if id(leaf) in fresh else None for leaf in flattened(result)]
-            self.calls.append(_into_outputs(func, args, kwargs, outputs))
+            self.calls.append(_into_outputs(schema.operator, args, kwargs, outputs))
 
-    def _place(self, tensor: Tensor) -> tuple[int | None, str | None, Tensor, int | None]:
-        """Return a tensor's address, owner, alias and storage, as in `Argument`."""
-        if is_opaque(tensor):
-            return None, self.owner_of(tensor), tensor, None
-        storage = tensor.untyped_storage()
-        block = self.memory.block_of(storage._cdata)
+    def _argument(self, name: str, tensor: Tensor, is_written: bool, key: int | None) -> Argument:
+        self.moved_bytes += 0 if key is None else tensor.nbytes
+        if key in self._blocks:
+            return Argument(name, self._blocks[key][1], None, tensor.shape, key, None, is_written)
+        known = self.known_of(tensor) or Known.of(tensor, self.owner_of(tensor))
+        return Argument(name, known.address, known.owner, tensor.shape, key, known.alias, is_written)
+
+    def _alias(self, tensor: Tensor) -> Tensor:
+        """Return the same memory as another tensor; of an intermediate, the block."""
+        block, _ = self._blocks.get(storage_key(tensor), (None, 0))
         if block is None:
-            return storage.data_ptr(), self.owner_of(tensor), tensor.detach(), storage._cdata
-        storage = block.untyped_storage()
-        return storage.data_ptr(), None, _over(block, tensor), storage._cdata
+            return Known.of(tensor, None).alias
+        layout = tensor.storage_offset(), tensor.shape, tensor.stride()
+        return tensor.new_empty(0).set_(block.untyped_storage(), *layout)
 
 
 def _into_outputs(func: Any, args: tuple, kwargs: dict, outputs: list[Tensor | None]) -> Callable[[], Any]:
@@ -169,10 +184,14 @@ class RecordedStepGraph(StepGraph):
     """
 
     def __init__(self, step: Step, batch: Batch, owners: Owners, blocks: list[Tensor]) -> None:
-        had = sum(block.nbytes for block in blocks)
-        recorder, began = Recorder(owners, blocks), time.perf_counter()
-        with observed(recorder, batch, step=step, guards_methods=False) as watched:
-            step(watched)
+        had, began = sum(block.nbytes for block in blocks), time.perf_counter()
+        for _ in range(2):
+            recorder = Recorder(owners, blocks)
+            with observed(recorder, batch, step=step) as watched:
+                step(watched)
+            del watched
+            if not recorder.memory.is_kept():
+                break  # else the second run refuses what Python keeps from the first
         if not recorder.calls:
             raise CaptureError("unseen-work", "the step", "it ran no operator", definition_of(step))
         self._calls = joined(recorder.calls)
@@ -184,25 +203,19 @@ class RecordedStepGraph(StepGraph):
         self.capture_ms = 1000 * (time.perf_counter() - began)
         self._pool = recorder.pool
         self.pool_bytes = sum(block.nbytes for block in blocks) - had
-        self.nodes = recorder.nodes
-        tensors = [argument.tensor for node in self.nodes for argument in node.arguments]
-        self.moved_bytes = sum(tensor.nbytes for tensor in tensors if tensor is not None and not is_opaque(tensor))
+        self.nodes, self.moved_bytes = recorder.nodes, recorder.moved_bytes
 
     def problem_finder(self, owners: Owners) -> Callable[[Argument], str | None]:
         """Return a function that describes how an argument's memory has changed since capture, or returns None."""
         owned = (owners.slots(), owners.constants_now())
-        pool = {storage_key(tensor) for tensor in self._pool}
 
         def problem_of(argument: Argument) -> str | None:
-            if argument.tensor is None or argument.storage is None:
-                return None  # opaque
-            if argument.owner is None and argument.storage not in pool:
-                return None  # a number in the step's code
-            owner = argument.owner or "an intermediate"
-            if storage_address(argument.tensor) != argument.address:
-                return f"the memory of {owner} was reallocated after capture"
-            if argument.owner is not None and not any(memory.name_of(argument.tensor) for memory in owned):
-                return f"{owner} has other memory now than at capture"
+            if argument.owner is None or argument.storage is None or argument.alias is None:
+                return None  # an intermediate, a number in the step's code, or opaque
+            if storage_address(argument.alias) != argument.address:
+                return f"the memory of {argument.owner} was reallocated after capture"
+            if not any(memory.name_of(argument.alias) for memory in owned):
+                return f"{argument.owner} has other memory now than at capture"
             return None
 
         return problem_of
@@ -220,13 +233,13 @@ class RecordedStepGraph(StepGraph):
 
     def poison(self) -> None:
         """Fill all intermediates with NaN or the largest integer; a replay must not depend on their contents."""
-        for tensor in self._pool:
-            whole = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage())
-            if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
+        for block, dtype in self._pool.items():
+            whole = block.view(dtype)
+            if dtype.is_floating_point or dtype.is_complex:
                 whole.fill_(float("nan"))
             else:
-                whole.fill_(True if tensor.dtype == torch.bool else torch.iinfo(tensor.dtype).max)
+                whole.fill_(True if dtype == torch.bool else torch.iinfo(dtype).max)
 
     def close(self) -> None:
         """Release the memory."""
-        self._calls, self._pool, self.nodes = [], [], []
+        self._calls, self._pool, self.nodes = [], {}, []

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -54,21 +54,20 @@ def no_row_live(*buffers: StepBuffers) -> Iterator[None]:
         yield
 
 
-@dataclass(frozen=True)
-class Argument:
+class Argument(NamedTuple):
     """One tensor of an operator, or one address among the arguments of a kernel."""
 
     name: str  # an operator's argument, or "result"; for a kernel, "number of the argument+byte"
     address: int | None  # begin of the tensor's storage at capture, or the address itself
     owner: str | None  # the slot or constant; None: an intermediate, or unknown
-    tensor: Tensor | None = None  # for an operator, an alias of the memory at capture
+    shape: Sequence[int] | None = None  # for an operator
     storage: int | None = None  # identifies the tensor's storage; None for opaque tensors
+    alias: Tensor | None = None  # of the memory at capture; None for an intermediate
     is_written: bool = False
     is_certain: bool = True  # False: may be no address, such as padding in a kernel's struct
 
 
-@dataclass(frozen=True)
-class Node:
+class Node(NamedTuple):
     """One operation of a graph."""
 
     name: str  # operator or kernel

@@ -41,6 +41,7 @@ Bfloat16 = Annotated[Tensor, torch.bfloat16]
 AnyElement = Annotated[Tensor, "any"]  # a tensor of any dtype
 Wide = Annotated[Tensor, "wide"]  # of the element type or float32; C gets which
 
+_data_ptr = Tensor.__base__.data_ptr  # type: ignore[union-attr]  # `Tensor`'s is patched while a step is observed
 _DIMENSIONS = 4  # most dimensions of compiled kernels' tensors
 _NO_TENSOR = (0,) * (2 + 2 * _DIMENSIONS)
 _MISSING = tuple((0,) * (_DIMENSIONS - given) for given in range(_DIMENSIONS + 1))
@@ -244,7 +245,7 @@ class Signature:
                 if len(shape) > _DIMENSIONS:
                     return None
                 missing = _MISSING[len(shape)]
-                members += (value.data_ptr(), *shape, *missing, *value.stride(), *missing, code)
+                members += (_data_ptr(value), *shape, *missing, *value.stride(), *missing, code)
             elif kind is not str:
                 members.append(value)
             elif choices is not None:

@@ -156,16 +156,18 @@ def test_an_engine_goes_on_while_another_manager_captures_and_fails(buffers: Ste
     running.close()
 
 
-def test_a_step_that_keeps_what_it_made_once_is_refused(buffers: StepBuffers) -> None:
+@pytest.mark.parametrize("bucket", [4, 2])
+def test_a_step_that_keeps_what_it_made_once_is_refused(buffers: StepBuffers, bucket: int) -> None:
+    """Whether it does so in the first shape that is captured or in a later one, which runs fewer times."""
     kept: list[torch.Tensor] = []
 
     def step(batch: Batch) -> None:
-        if not kept:
+        if not kept and batch.size == bucket:
             kept.append(torch.ones(4, device=batch.x.device))
-        batch.x.mul_(kept[0])
+        batch.x.mul_(kept[0] if kept else 1.0)
 
     with pytest.raises(CaptureError) as caught:
-        GraphManager(step, buffers, [4]).capture(progress=False)
+        GraphManager(step, buffers, [2, 4]).capture(progress=False)
     assert caught.value.kind == "undeclared-input"
     assert caught.value.line == step.__code__.co_firstlineno + 3
 

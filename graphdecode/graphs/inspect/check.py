@@ -14,7 +14,7 @@ from torch import Tensor
 
 from graphdecode.buffers import StepBuffers
 from graphdecode.graphs.errors import CaptureError, Refuse, caller, definition_of
-from graphdecode.graphs.inspect.observer import Given, StepObserver, mapped, observed
+from graphdecode.graphs.inspect.observer import Given, Schema, StepObserver, mapped, observed
 from graphdecode.graphs.inspect.owners import Owners, storage_key
 from graphdecode.graphs.step_graph import Step, slots_restored
 
@@ -102,10 +102,10 @@ class _Tracer(StepObserver):
         self.trace: list[_Call] = []
         self._places: dict[int | None, str] = {}
 
-    def seen(self, func: Any, args: tuple, kwargs: dict, given: Sequence[Given], result: Any) -> None:
+    def seen(self, schema: Schema, args: tuple, kwargs: dict, given: Sequence[Given], result: Any) -> None:
         """Add the operator with its arguments and results to the trace."""
         values = mapped(self._describe, (args, kwargs, result))
-        self.trace.append((str(func), values, caller()))
+        self.trace.append((schema.overload, values, caller()))
 
     def _describe(self, value: Any) -> Any:
         if isinstance(value, float):
@@ -116,8 +116,7 @@ class _Tracer(StepObserver):
         if key is None:
             return f"opaque {list(value.shape)}"
         if key in self.literals:
-            with self.working():
-                return repr(self.literals[key].item())
+            return repr(self.literals[key].item())
         place = self.owner_of(value) or self._places.setdefault(key, f"intermediate {len(self._places)}")
         return f"{place} {list(value.shape)} {value.dtype}, offset {value.storage_offset()}, strides {value.stride()}"
 
@@ -190,17 +189,16 @@ class _RowWatcher(StepObserver):
         self.writes: list[tuple[str, str, _Location, Tensor]] = []
         self._buffers, self._live_rows = owners.buffers, live_rows
 
-    def seen(self, func: Any, args: tuple, kwargs: dict, given: Sequence[Given], result: Any) -> None:
+    def seen(self, schema: Schema, args: tuple, kwargs: dict, given: Sequence[Given], result: Any) -> None:
         """Record the slots that the operator has written."""
-        for _, tensor, is_written in given:
+        for _, tensor, is_written, _ in given:
             slot = self._buffers.slots.get((is_written and self.owner_of(tensor)) or "")
             if slot is not None:
                 live = self._buffers.tensors[slot.name]
                 if slot.batch_dim is not None:
                     live = live.narrow(slot.batch_dim, 0, slot.rows(self._live_rows))
-                with self.working():
-                    written = live.clone(memory_format=torch.contiguous_format)
-                self.writes.append((slot.name, str(func), caller(), written))
+                written = live.clone(memory_format=torch.contiguous_format)
+                self.writes.append((slot.name, schema.overload, caller(), written))
 
 
 def _find_mixed_rows(step: Step, buffers: StepBuffers, owners: Owners, refuse: Refuse) -> None:

@@ -8,18 +8,18 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.overrides import TorchFunctionMode
 
 from graphdecode.buffers import Batch
 from graphdecode.errors import GraphdecodeError
 from graphdecode.graphs.errors import CaptureError, Refuse, caller, definition_of
-from graphdecode.graphs.inspect.owners import Owners, storage_address, storage_key
+from graphdecode.graphs.inspect.owners import Known, Owners, storage_address, storage_key
 from graphdecode.kernels.native.registration import is_own
 
 try:
@@ -39,12 +39,10 @@ except ImportError:
 # Tensor methods that read on the host without an operator that a dispatch mode sees
 _HOST_NAMES = ("tolist", "numpy", "item", "cpu", "__array__", "__repr__", "__format__")
 _HOST_CONVERSIONS = ("__bool__", "__int__", "__float__", "__index__", "__complex__")
-# (kind of hazard, name) of each method that is refused
-_METHODS = {getattr(Tensor, name): ("host-read", f"Tensor.{name}") for name in (*_HOST_NAMES, *_HOST_CONVERSIONS)} | {
-    Tensor.data_ptr: ("raw-pointer", "Tensor.data_ptr"),
-    Tensor.__dlpack__: ("raw-pointer", "Tensor.__dlpack__"),
-    Tensor.data.__set__: ("moved", "Tensor.data = ..."),  # type: ignore[attr-defined]
-}
+# kind of hazard of each method that is refused
+_METHODS = dict.fromkeys((*_HOST_NAMES, *_HOST_CONVERSIONS), "host-read") | dict.fromkeys(
+    ("data_ptr", "__dlpack__"), "raw-pointer"
+)
 _HAZARDS = {  # operators that are hazards with any arguments
     **dict.fromkeys(("_local_scalar_dense", "equal", "is_nonzero", "item", "allclose"), "host-read"),
     **dict.fromkeys(("lift_fresh", "lift"), "host-data"),
@@ -71,8 +69,11 @@ class Schema(NamedTuple):
     name: str  # aten::add
     overload: str  # aten.add.Tensor
     arguments: tuple[SchemaArgument, ...]
+    tensors: tuple[tuple[int, str, bool], ...]  # arguments with tensors: index, name, and whether they are written
     is_mutable: bool
     is_aten: bool
+    is_own: bool  # of the project: it writes into given tensors alone
+    operator: Any
     hazard: str | None
     reshapes: bool  # changes only shape and strides (`transpose_`, `unsqueeze_`)
     may_draw: bool  # may use torch's random numbers
@@ -87,17 +88,22 @@ def schema_of(func: Any) -> Schema:
     hazard = _HAZARDS.get(schema.name.removeprefix("aten::"))
     reshapes, may_draw = torch.Tag.inplace_view in tags, torch.Tag.nondeterministic_seeded in tags
     is_dynamic = torch.Tag.dynamic_output_shape in tags
+    arguments = tuple(
+        SchemaArgument(
+            argument.name, bool(argument.alias_info and argument.alias_info.is_write), argument.default_value
+        )
+        for argument in schema.arguments
+    )
+    takes_tensors = ["Tensor" in str(argument.type) for argument in schema.arguments]
     return Schema(
         schema.name,
         str(func),
-        tuple(
-            SchemaArgument(
-                argument.name, bool(argument.alias_info and argument.alias_info.is_write), argument.default_value
-            )
-            for argument in schema.arguments
-        ),
+        arguments,
+        tuple((index, *arguments[index][:2]) for index, takes in enumerate(takes_tensors) if takes),
         schema.is_mutable,
         func.namespace in ("aten", "prim"),
+        is_own(func),
+        func,
         hazard,
         reshapes,
         may_draw,
@@ -130,7 +136,6 @@ class StepObserver(TorchDispatchMode):
     """Checks every operator of one eager run of a step, and raises the first hazard, or collects all.
 
     Attributes:
-        checks_memory: check also which memory operators read and write, which takes most of the time.
         computes: also run the project's own operators that write only floats; if false, their outputs must not be read.
         made: storages that the step made.
         literals: tensors of one number that Python code writes into others (`x[0] = 1.0`).
@@ -139,11 +144,9 @@ class StepObserver(TorchDispatchMode):
         slot_views: ids of the batch's tensors.
     """
 
-    def __init__(
-        self, owners: Owners, collect: Refuse | None = None, *, checks_memory: bool = True, computes: bool = True
-    ) -> None:
+    def __init__(self, owners: Owners, collect: Refuse | None = None, *, computes: bool = True) -> None:
         super().__init__()
-        self._collect, self.checks_memory, self._computes = collect, checks_memory, computes
+        self._collect, self._computes = collect, computes
         self.made: dict[int, StorageWeakRef] = {}
         self.literals: dict[int | None, Tensor] = {}
         self.last_operator: str | None = None
@@ -153,7 +156,7 @@ class StepObserver(TorchDispatchMode):
         self._device_type = owners.buffers.device.type
         self._slots = owners.slots()
         self._constants = owners.constants_now()
-        self._known = (self._slots, self._constants, self.literals)
+        self._known: dict[int, Known] = {}  # slots by the ids of their tensors
 
     def refuse(self, error: CaptureError) -> None:
         """Raise a hazard, or collect it."""
@@ -166,50 +169,47 @@ class StepObserver(TorchDispatchMode):
         return self._slots.name_of(tensor) or self._constants.name_of(tensor)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        kwargs = kwargs or {}
+        self.depth += 1
+        try:
+            return self._observe(func, args, kwargs or {})
+        finally:
+            self.depth -= 1
+
+    def _observe(self, func: Any, args: tuple, kwargs: dict) -> Any:
         schema = schema_of(func)
         self.last_operator = schema.overload
         is_literal = self.in_setitem and schema.hazard == "host-data" and args[0].numel() == 1
         if not (is_literal or schema.is_safe):
             self._check_operator(schema, args, kwargs)
-        given: Sequence[Given] = ()
-        written: Sequence[tuple[Tensor, torch.Size, int | None]] = ()
-        if self.checks_memory or not self._computes:
-            given = tensor_arguments(schema, args, kwargs)
-        if self.checks_memory:
-            written = self._check_inputs(schema, given)
-        self.depth += 1
-        try:
-            result = func(*args, **kwargs) if self._computes or not _is_skippable(func, given) else None
-        finally:
-            self.depth -= 1
-        if is_literal:
-            self.literals |= {storage_key(tensor): tensor for tensor in tensors_of(result)}
-        if not self.checks_memory:
-            return result
-        self._check_outputs(schema, args, result, written)
-        for tensor in tensors_of(result):
-            key = storage_key(tensor)
-            if key is None or key in self.made or any(key in known for known in self._known):
-                continue
-            self.made[key] = StorageWeakRef(tensor.untyped_storage())
-            self.made_new(key, tensor)
-        self.seen(func, args, kwargs, given, result)
+        given = self._inputs(schema, args, kwargs)
+        written, result = [], None
+        for _, tensor, is_written, key in given:
+            if is_written:
+                written.append(tensor)
+                self.written[key] += 1
+        # no index depends on an operator that writes floats alone
+        if self._computes or not schema.is_own or not all(map(Tensor.is_floating_point, written)):
+            before = [(tensor, tensor.shape, storage_address(tensor)) for tensor in written]
+            result = func(*args, **kwargs)
+            if is_literal:
+                self.literals |= {storage_key(tensor): tensor for tensor in tensors_of(result)}
+            if written or not schema.is_aten or self._device_type != "cpu":
+                self._check_outputs(schema, args, result, before)
+            if new := [tensor for tensor in tensors_of(result) if not self._is_known(storage_key(tensor))]:
+                self.made_new(schema, new)
+                for tensor in new:
+                    storage = tensor.untyped_storage()
+                    self.made[storage._cdata] = StorageWeakRef(storage)
+        self.seen(schema, args, kwargs, given, result)
         return result
 
-    @contextmanager
-    def working(self) -> Iterator[None]:
-        """Suspend the observer, inside an operator and for its own reads."""
-        self.depth += 1
-        try:
-            yield
-        finally:
-            self.depth -= 1
+    def _is_known(self, key: int | None) -> bool:
+        return key is None or key in self.made or key in self._slots or key in self._constants or key in self.literals
 
-    def made_new(self, key: int, tensor: Tensor) -> None:
-        """Hook: the step made a storage."""
+    def made_new(self, schema: Schema, tensors: Sequence[Tensor]) -> None:
+        """Hook: an operator returned tensors in new memory."""
 
-    def seen(self, func: Any, args: tuple, kwargs: dict, given: Sequence[Given], result: Any) -> None:
+    def seen(self, schema: Schema, args: tuple, kwargs: dict, given: Sequence[Given], result: Any) -> None:
         """Hook: an operator was run; `given` are its tensors."""
 
     def _check_operator(self, schema: Schema, args: tuple, kwargs: dict) -> None:
@@ -231,24 +231,39 @@ class StepObserver(TorchDispatchMode):
             return _has_mask(args) and storage_key(args[2]) not in self.literals
         return schema.is_dynamic
 
-    def _check_inputs(self, schema: Schema, given: Sequence[Given]) -> list[tuple[Tensor, torch.Size, int | None]]:
-        """Check the arguments' memory; return those that are written, with their shape and address before."""
-        written = []
-        for _, tensor, is_written in given:
-            key = storage_key(tensor)
-            if is_written:
-                written.append((tensor, tensor.shape, storage_address(tensor)))
-                self.written[key] += 1
-            if key is None or key in self._slots or key in self.made or key in self.literals:
-                continue
-            if schema.hazard == "host-data":
-                continue  # already reported
-            if key not in self._constants:
-                detail = f"shape {list(tensor.shape)}, {tensor.dtype}"
-                self.refuse(CaptureError("undeclared-input", schema.overload, detail))
-            elif is_written:
-                self.refuse(CaptureError("constant-written", schema.overload, self.owner_of(tensor) or ""))
-        return written
+    def _inputs(self, schema: Schema, args: tuple, kwargs: dict) -> list[Given]:
+        """Return the tensor arguments of an operator, checked."""
+        found: list[Given] = []
+        values = values_of(schema, args, kwargs)
+        for index, name, is_written in schema.tensors:
+            value = values[index]
+            if isinstance(value, Tensor):
+                known = self._known.get(id(value)) if is_written else self.known_of(value)
+                key = self._checked(schema, value, is_written) if known is None else known.key
+                found.append((name, value, is_written, key))
+            elif value is not None:
+                found += ((name, t, is_written, self._checked(schema, t, is_written)) for t in tensors_of(value))
+        return found
+
+    def known_of(self, tensor: Tensor) -> Known | None:
+        """Return what is known of a tensor that is a slot or constant and was an argument before."""
+        return self._known.get(id(tensor)) or self._constants.known.get(id(tensor))
+
+    def _checked(self, schema: Schema, tensor: Tensor, is_written: bool) -> int | None:
+        """Return the key of an argument's storage; refuse memory that was not declared."""
+        key = storage_key(tensor)
+        if key is None or key in self.made or key in self.literals or schema.hazard == "host-data":
+            return key  # the last was reported already
+        if key in self._slots:
+            self._known[id(tensor)] = Known.of(tensor, self._slots.name_of(tensor))
+        elif key not in self._constants:
+            detail = f"shape {list(tensor.shape)}, {tensor.dtype}"
+            self.refuse(CaptureError("undeclared-input", schema.overload, detail))
+        elif is_written:
+            self.refuse(CaptureError("constant-written", schema.overload, self.owner_of(tensor) or ""))
+        else:
+            self._constants.known[id(tensor)] = Known.of(tensor, self._constants.name_of(tensor))
+        return key
 
     def _check_outputs(self, schema: Schema, args: tuple, result: Any, written: Sequence) -> None:
         reports_itself = schema.hazard == "moved" or schema.reshapes
@@ -274,32 +289,6 @@ class LastOperator(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-class MethodGuard(TorchFunctionMode):
-    """Refuses tensor methods that no dispatch mode sees: host reads, addresses, replaced memory."""
-
-    def __init__(self, observer: StepObserver) -> None:
-        super().__init__()
-        self._observer = observer
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple = (), kwargs: dict | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if self._observer.depth:
-            return func(*args, **kwargs)
-        if func is Tensor.__setitem__:
-            self._observer.in_setitem = not isinstance(args[2], Tensor)
-            try:
-                return func(*args, **kwargs)
-            finally:
-                self._observer.in_setitem = False
-        if func in _METHODS:
-            self._observer.refuse(CaptureError(*_METHODS[func]))
-        if func is Tensor.to and _names_the_cpu(args, kwargs):
-            self._observer.refuse(CaptureError("host-read", "Tensor.to"))
-        return func(*args, **kwargs)
-
-
 class WatchedBatch(Batch):
     """A batch of aliases: changes of shape stay here, and rebinding a slot is refused."""
 
@@ -319,11 +308,10 @@ class WatchedBatch(Batch):
 
 
 @contextmanager
-def observed(observer: StepObserver, batch: Batch, *, step: Any = None, guards_methods: bool = True) -> Iterator[Batch]:
+def observed(observer: StepObserver, batch: Batch, *, step: Any = None) -> Iterator[Batch]:
     """Observe the step that runs over the yielded batch; afterwards, refuse writes by no operator of its thread.
 
-    `step` is for their file and line. `guards_methods` makes some of torch's modules take another path (they ask
-    whether torch functions are overridden): turn it off for the bits of an eager step.
+    `step` is for their file and line.
 
     Raises:
         CaptureError: no graph can replay the step, or it raised an error.
@@ -335,8 +323,7 @@ def observed(observer: StepObserver, batch: Batch, *, step: Any = None, guards_m
     try:
         with (
             torch.no_grad(),
-            launches_watched(lambda: observer.depth > 0, observer.refuse),
-            MethodGuard(observer) if guards_methods else nullcontext(),
+            launches_watched(lambda: observer.depth > 0, observer.refuse, partial(setattr, observer, "in_setitem")),
             observer,
         ):
             yield watched
@@ -344,8 +331,6 @@ def observed(observer: StepObserver, batch: Batch, *, step: Any = None, guards_m
         raise
     except Exception as error:
         raise CaptureError.of(error, observer.last_operator) from error
-    if not observer.checks_memory:
-        return
     location = None if step is None else definition_of(step)
     for name, version in versions.items():
         key = storage_key(tensors[name])
@@ -358,29 +343,16 @@ def _version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def values_of(schema: Schema, args: tuple, kwargs: dict) -> list[Any]:
+def values_of(schema: Schema, args: tuple, kwargs: dict) -> Sequence[Any]:
     """Return the value of each argument of an operator's schema, defaults included."""
+    if len(args) == len(schema.arguments):
+        return args
     rest = schema.arguments[len(args) :]
     return [*args, *(kwargs.get(argument.name, argument.default) for argument in rest)]
 
 
-Given = tuple[str, Tensor, bool]  # a tensor argument: its name, the tensor, and whether it is written
-
-
-def tensor_arguments(schema: Schema, args: tuple, kwargs: dict) -> list[Given]:
-    """Return each tensor argument of an operator."""
-    found: list[Given] = []
-    for argument, value in zip(schema.arguments, values_of(schema, args, kwargs), strict=True):
-        if isinstance(value, Tensor):
-            found.append((argument.name, value, argument.is_written))
-        elif isinstance(value, _CONTAINERS):
-            found += ((argument.name, tensor, argument.is_written) for tensor in tensors_of(value))
-    return found
-
-
-def _is_skippable(func: Any, given: Sequence[Given]) -> bool:
-    """Return whether an operator only writes into given float tensors, so that no index depends on it."""
-    return is_own(func) and all(tensor.is_floating_point() for _, tensor, is_written in given if is_written)
+# a tensor argument: its name, the tensor, whether it is written, and its storage's key
+Given = tuple[str, Tensor, bool, int | None]
 
 
 def _draws(schema: Schema, args: tuple, kwargs: dict) -> bool:
@@ -440,6 +412,15 @@ def mapped(function: Callable[[Any], Any], value: Any) -> Any:
     return function(value)
 
 
+class _Watcher(NamedTuple):
+    """A thread that observes a step, and what to call."""
+
+    thread: int
+    in_operator: Callable[[], bool]
+    refuse: Refuse
+    in_setitem: Callable[[bool], None]
+
+
 def _kernel_classes() -> tuple[Any, ...]:
     if "triton" not in sys.modules:
         return ()
@@ -449,41 +430,86 @@ def _kernel_classes() -> tuple[Any, ...]:
     return JITFunction, InterpretedFunction
 
 
-class _Launches:
-    """Reports Triton's launches to observers; its classes are patched while there are any."""
+class _Watches:
+    """Reports Triton's launches and methods of tensors to observers; their classes are patched while there are any.
+
+    A `TorchFunctionMode` would see the methods, too, but some of torch's modules take another path under one.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._watchers: tuple[tuple[int, Callable[[], bool], Refuse], ...] = ()
-        self._originals: dict[Any, Callable[..., Any]] = {}
+        self._watchers: tuple[_Watcher, ...] = ()
+        self._originals: dict[tuple[Any, str], Any] = {}  # what the class itself had; None: it inherits the attribute
 
     @contextmanager
-    def watched(self, in_operator: Callable[[], bool], refuse: Refuse) -> Iterator[None]:
-        """Refuse kernels that this thread launches outside of an operator."""
-        watcher = (threading.get_ident(), in_operator, refuse)
+    def watched(
+        self, in_operator: Callable[[], bool], refuse: Refuse, in_setitem: Callable[[bool], None] = lambda _: None
+    ) -> Iterator[None]:
+        """Refuse kernels and methods that this thread runs outside of an operator, and tell of writes by index."""
+        watcher = _Watcher(threading.get_ident(), in_operator, refuse, in_setitem)
         with self._lock:
             self._watchers = (*self._watchers, watcher)
-            for kernel_class in set(_kernel_classes()) - set(self._originals):
-                self._originals[kernel_class] = kernel_class.run
-                kernel_class.run = self._reporting(kernel_class.run)
+            for kernel_class in _kernel_classes():
+                self._patch(kernel_class, "run", self._launch(kernel_class.run))
+            for name in (*_METHODS, "data", "to", "__setitem__"):
+                self._patch(Tensor, name, self._method(name, getattr(Tensor, name)))
         try:
             yield
         finally:
             with self._lock:
                 self._watchers = tuple(each for each in self._watchers if each is not watcher)
                 while self._originals and not self._watchers:
-                    kernel_class, original = self._originals.popitem()
-                    kernel_class.run = original
+                    (owner, name), original = self._originals.popitem()
+                    if original is None:
+                        delattr(owner, name)
+                    else:
+                        setattr(owner, name, original)
 
-    def _reporting(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _patch(self, owner: Any, name: str, patch: Any) -> None:
+        if (owner, name) not in self._originals:
+            self._originals[owner, name] = vars(owner).get(name)
+            setattr(owner, name, patch)
+
+    def _mine(self) -> list[_Watcher]:
+        thread = threading.get_ident()
+        return [each for each in self._watchers if each.thread == thread and not each.in_operator()]
+
+    def _launch(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def run(kernel: Any, *args: Any, **kwargs: Any) -> Any:
-            for thread, in_operator, refuse in self._watchers:
-                if thread == threading.get_ident() and not in_operator():
-                    refuse(CaptureError("unregistered-launch", getattr(kernel, "__name__", "triton kernel")))
-                    return None
+            for watcher in self._mine():
+                watcher.refuse(CaptureError("unregistered-launch", getattr(kernel, "__name__", "triton kernel")))
+                return None
             return original(kernel, *args, **kwargs)
 
         return run
 
+    def _method(self, name: str, original: Any) -> Any:
+        def method(*args: Any, **kwargs: Any) -> Any:
+            for watcher in self._mine():
+                if name in _METHODS:
+                    watcher.refuse(CaptureError(_METHODS[name], f"Tensor.{name}"))
+                elif name == "to" and _names_the_cpu(args, kwargs):
+                    watcher.refuse(CaptureError("host-read", "Tensor.to"))
+            return original(*args, **kwargs)
 
-launches_watched = _Launches().watched  # one per process, since it patches classes
+        def setitem(*args: Any) -> None:
+            watchers = self._mine()
+            for watcher in watchers:
+                watcher.in_setitem(not isinstance(args[2], Tensor))
+            try:
+                original(*args)
+            finally:
+                for watcher in watchers:
+                    watcher.in_setitem(False)
+
+        def set_data(tensor: Tensor, value: Tensor) -> None:
+            for watcher in self._mine():
+                watcher.refuse(CaptureError("moved", "Tensor.data = ..."))
+            original.__set__(tensor, value)
+
+        if name == "data":
+            return property(original.__get__, set_data)
+        return setitem if name == "__setitem__" else method
+
+
+launches_watched = _Watches().watched  # one per process, since it patches classes

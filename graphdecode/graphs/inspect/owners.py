@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,11 +29,30 @@ def storage_address(tensor: Tensor) -> int | None:
     return None if is_opaque(tensor) else tensor.untyped_storage().data_ptr()
 
 
+class Known(NamedTuple):
+    """What is known of a tensor's memory, which does not change while the tensor is where it is."""
+
+    tensor: Tensor  # kept, for it is known by its id
+    key: int | None  # of its storage
+    address: int | None  # where the storage begins
+    owner: str | None
+    alias: Tensor  # stays with the memory when the tensor is moved
+
+    @classmethod
+    def of(cls, tensor: Tensor, owner: str | None) -> Known:
+        """Read it of a tensor."""
+        if is_opaque(tensor):
+            return cls(tensor, None, None, owner, tensor)
+        storage = tensor.untyped_storage()
+        return cls(tensor, storage._cdata, storage.data_ptr(), owner, tensor.detach())
+
+
 class MemoryMap:
     """Names and sizes of tensors by their memory; several may share a storage, as the slots of a staging block do."""
 
     def __init__(self, tensors: dict[str, Tensor]) -> None:
         self.sizes = {name: tensor.nbytes for name, tensor in tensors.items() if not is_opaque(tensor)}
+        self.known: dict[int, Known] = {}  # filled while steps are observed, by the ids of tensors
         self._named: dict[int, list[tuple[int, int, str]]] = {}
         for name in self.sizes:
             begin = tensors[name].data_ptr()
@@ -72,6 +91,7 @@ class Owners:
         self.buffers, self._prompts = buffers, prompts
         self._constants = [constants] if isinstance(constants, (Tensor, torch.nn.Module)) else list(constants)
         self._hooks: list[Any] = []
+        self._known: tuple[list[tuple], MemoryMap] = [], MemoryMap({})  # the last map of the constants
         named = _named_tensors(self._constants, "constants")
         self._addresses = [(name, tensor, tensor.data_ptr()) for name, tensor in named if not is_opaque(tensor)]
 
@@ -82,7 +102,11 @@ class Owners:
 
     def constants_now(self) -> MemoryMap:
         """Return the current memory of the constants."""
-        return MemoryMap(dict(_named_tensors(self._constants, "constants")))
+        named = dict(_named_tensors(self._constants, "constants"))
+        facts = [(name, id(t), 0 if is_opaque(t) else t.data_ptr(), t.shape) for name, t in named.items()]
+        if self._known[0] != facts:
+            self._known = facts, MemoryMap(named)
+        return self._known[1]
 
     def freeze(self) -> None:
         """Make the modules among the constants refuse to load weights."""

@@ -50,14 +50,14 @@ def _edges_of(nodes: list[Node]) -> Edges:
     """Return the edges of each node; if the arguments are not known, nodes are chained in order."""
     found: Edges = []
     last_writer: dict[object, int] = {}
-    knows_arguments = any(argument.tensor is not None for node in nodes for argument in node.arguments)
+    knows_arguments = any(argument.shape is not None for node in nodes for argument in node.arguments)
     for index, node in enumerate(nodes):
         edges: dict[tuple[int | str, str], None] = {}
         for argument in node.arguments:
             memory = argument.storage if argument.storage is not None else argument.address
             origin = last_writer.get(memory, argument.owner)
             if origin is not None and argument.name != "result":
-                shape = "" if argument.tensor is None else str(list(argument.tensor.shape))
+                shape = "" if argument.shape is None else str(list(argument.shape))
                 edges[origin, argument.owner or shape] = None
         if index and not knows_arguments:
             edges[index - 1, ""] = None
