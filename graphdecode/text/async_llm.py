@@ -151,7 +151,7 @@ class AsyncLLM:
     async def abort(self, request_id: str | Iterable[str]) -> None:
         """Abort the requests with one or several ids, with the `finish_reason` "abort"; unknown ids are ignored."""
         ids = {request_id} if isinstance(request_id, str) else set(request_id)
-        parents = [parent for parent in self._running.values() if parent.output.request_id in ids]
+        parents = [parent for parent in list(self._running.values()) if parent.output.request_id in ids]
         self.llm.router.abort([state for parent in parents for state in parent.states])
 
     async def _outputs(
