@@ -12,7 +12,7 @@ from torch import Tensor
 from graphdecode.cache import CacheScales
 from graphdecode.cache.errors import require_positive
 from graphdecode.kernels.attention.append_attention import append_attention
-from graphdecode.kernels.attention.attention_plan import attention_plan, plan_size, work_items
+from graphdecode.kernels.attention.attention_plan import PlanSizes, attention_plan, plan_size, work_items
 from graphdecode.kernels.attention.attention_records import AttentionOptions, QKNormRope
 from graphdecode.kernels.attention.attention_tile import decode_tile, programs_per_processor
 from graphdecode.kernels.attention.decode_attention import decode_attention
@@ -138,10 +138,8 @@ class PagedDecodeAttention:
         """
         self._planned = (pre_step_seqlens, live_rows)
         for window, work in self._work.items():
-            attention_plan(
-                work.kv_lens, work.plan, pre_step_seqlens, live_rows,
-                wave_items=self._wave_items, fixed_split=self._fixed_split, window_left=window,
-            )  # fmt: skip
+            sizes = PlanSizes(self._wave_items, self._fixed_split, window)
+            attention_plan(work.kv_lens, work.plan, pre_step_seqlens, live_rows, sizes)
 
     def _work_for(self, window: int) -> SplitPlan:
         """Return the plan for a window; for an unknown one, any plan: it is correct, but less balanced."""

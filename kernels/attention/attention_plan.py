@@ -7,7 +7,6 @@ and balanced at any later lengths.
 from typing import NamedTuple
 
 import numpy as np
-from torch import Tensor
 
 from ..native.optional_triton import early_start_options, tl, triton, wait_and_trigger
 from ..native.registration import Int32, Written, operator
@@ -20,13 +19,15 @@ MOST_SPLITS = 16  # of one row: merging them is a chain of loads, and grids and 
 
 
 class PlanSizes(NamedTuple):
-    """What rows are split by; see `paged_attention_plan`."""
+    """What rows are split by."""
 
-    page_size: int
-    wave_items: int
-    fixed_split: int
-    window_left: int
-    q_len: int
+    wave_items: int  # work items that run at the same time
+    # tokens of a split, for plans that do not depend on the rest of the batch; more where a row would have more than
+    # `MOST_SPLITS`. 0: balanced
+    fixed_split: int = 0
+    window_left: int = -1  # the window that most layers use, which is what the work is balanced for; -1: none
+    page_size: int = 1  # tokens a page
+    q_len: int = 1  # queries a row
 
 
 class PlanMeta(NamedTuple):
@@ -118,37 +119,25 @@ def _attention_plan_kernel(
         tl.store(item + 3, split * 0 + length, mask=split < count)
 
 
-def _launch(
-    kv_lens: Tensor,
-    plan: Tensor,
-    lengths: Tensor,
-    live_rows: Tensor | None,
-    last_page_len: Tensor | None,
-    rows: int,
-    sizes: PlanSizes,
-) -> None:
-    paged = last_page_len is not None
-    programs = kv_lens.shape[0] if paged else rows
+def attention_plan_triton(kv_lens, plan, pre_step_seqlens, live_rows, sizes) -> None:
+    """Launch the kernel; see `attention_plan`."""
+    rows = pre_step_seqlens.shape[0]
+    _launch(kv_lens, plan, pre_step_seqlens, live_rows, None, rows, rows, sizes)
+
+
+def paged_attention_plan_triton(kv_lens, plan, indptr, last_page_len, sizes) -> None:
+    """Launch the kernel; see `paged_attention_plan`."""
+    _launch(kv_lens, plan, indptr, None, last_page_len, last_page_len.shape[0], kv_lens.shape[0], sizes)
+
+
+def _launch(kv_lens, plan, lengths, live_rows, last_page_len, rows, programs, sizes) -> None:
+    block = triton.next_power_of_2(programs)
     _attention_plan_kernel[(programs,)](
         kv_lens, plan, lengths, live_rows, last_page_len, rows, sizes,
-        META=PlanMeta(paged, sizes.fixed_split > 0, sizes.window_left >= 0, triton.next_power_of_2(programs)),
+        META=PlanMeta(last_page_len is not None, sizes.fixed_split > 0, sizes.window_left >= 0, block),
         PDL=early_start_options(plan.device)["PDL"],  # the first of a step: it lets others begin early, and does not
         num_warps=1 if rows <= 256 else 4,
     )  # fmt: skip
-
-
-def attention_plan_triton(kv_lens, plan, pre_step_seqlens, live_rows, wave_items, fixed_split, window_left) -> None:
-    """Launch the kernel; see `attention_plan`."""
-    sizes = PlanSizes(1, wave_items, fixed_split, window_left, 1)
-    _launch(kv_lens, plan, pre_step_seqlens, live_rows, None, pre_step_seqlens.shape[0], sizes)
-
-
-def paged_attention_plan_triton(
-    kv_lens, plan, indptr, last_page_len, num_indices, page_size, wave_items, fixed_split, window_left, q_len
-) -> None:
-    """Launch the kernel; see `paged_attention_plan`."""
-    sizes = PlanSizes(page_size, wave_items, fixed_split, window_left, q_len)
-    _launch(kv_lens, plan, indptr, None, last_page_len, indptr.shape[0] - 1, sizes)
 
 
 def check_page_lists(indptr: np.ndarray, last_page_len: np.ndarray, num_indices: int, page_size: int) -> None:
@@ -166,14 +155,7 @@ def check_page_lists(indptr: np.ndarray, last_page_len: np.ndarray, num_indices:
 
 @operator(triton_version=attention_plan_triton, is_compiled=lambda pre_step_seqlens: pre_step_seqlens.is_contiguous())
 def attention_plan(
-    kv_lens: Written[Int32],
-    plan: Written[Int32],
-    pre_step_seqlens: Int32,
-    live_rows: Int32,
-    *,
-    wave_items: int,
-    fixed_split: int = 0,
-    window_left: int = -1,
+    kv_lens: Written[Int32], plan: Written[Int32], pre_step_seqlens: Int32, live_rows: Int32, sizes: PlanSizes
 ) -> None:
     """Plan one decode step from the lengths before it: each live row attends to `pre_step_seqlens + 1` tokens.
 
@@ -182,10 +164,7 @@ def attention_plan(
         plan: int32 [plan_size(...)], written.
         pre_step_seqlens: int32 [rows], rows <= max_rows.
         live_rows: int32 [1]; rows past it are padding, whatever their lengths say.
-        wave_items: work items that run at the same time.
-        fixed_split: tokens a split, for plans that do not depend on the rest of the batch; more where a row would have
-            more than `MOST_SPLITS`. 0: balanced.
-        window_left: the window that most layers use, which is what the work is balanced for; -1: none.
+        sizes: what rows are split by; each has one query.
     """
     # nothing is split on a CPU: the lengths are all of the plan
     rows = pre_step_seqlens.shape[0]
@@ -201,13 +180,8 @@ def paged_attention_plan(
     plan: Written[Int32],
     indptr: Int32,
     last_page_len: Int32,
-    *,
+    sizes: PlanSizes,
     num_indices: int,
-    page_size: int,
-    wave_items: int,
-    fixed_split: int = 0,
-    window_left: int = -1,
-    q_len: int = 1,
 ) -> None:
     """Plan decode attention over rows whose pages are listed one row after another.
 
@@ -216,20 +190,16 @@ def paged_attention_plan(
         plan: int32 [plan_size(...)], written.
         indptr: int32 [rows + 1], where each row's pages begin; rows <= max_rows.
         last_page_len: int32 [rows], tokens in each row's last page.
+        sizes: what rows are split by.
         num_indices: pages that are listed; indptr[-1] is at most that.
-        page_size: tokens a page.
-        wave_items: as for `attention_plan`, and so the next two.
-        fixed_split: 0: balanced.
-        window_left: -1: none.
-        q_len: queries a row.
 
     Raises:
         ValueError: on a CPU, lengths that cannot be. A GPU is not waited for.
     """
     rows = last_page_len.shape[0]
     starts, last = indptr.numpy(), last_page_len.numpy()
-    check_page_lists(starts, last, num_indices, page_size)
+    check_page_lists(starts, last, num_indices, sizes.page_size)
     pages = np.diff(starts)
     lengths = kv_lens.numpy()
-    lengths[:rows] = np.where(pages > 0, (pages - 1) * page_size + last, 0)
+    lengths[:rows] = np.where(pages > 0, (pages - 1) * sizes.page_size + last, 0)
     lengths[rows:] = 0

@@ -17,7 +17,7 @@ from graphdecode.cache import CacheScales
 from graphdecode.kernels.attention import append_attention, extend_attention  # noqa: F401 - registers them
 from graphdecode.kernels.attention import append_attention as append_attention_module
 from graphdecode.kernels.attention.append_attention import append_attention_triton
-from graphdecode.kernels.attention.attention_plan import attention_plan_triton, plan_size, work_items
+from graphdecode.kernels.attention.attention_plan import PlanSizes, attention_plan_triton, plan_size, work_items
 from graphdecode.kernels.attention.attention_records import AttentionOptions
 from graphdecode.kernels.attention.attention_torch import Positions
 from graphdecode.kernels.attention.decode_attention import decode_attention_triton
@@ -170,7 +170,7 @@ class Problem:
         live = torch.tensor([len(self.lens)], dtype=torch.int32)
         kv_lens, plan = torch.zeros(self.rows, dtype=torch.int32), torch.full((plan_size(items),), 2**30)
         made = [tensor.to(self.device).to(torch.int32) for tensor in (kv_lens, plan, lens, live)]
-        attention_plan_triton(*made, WAVE_ITEMS, fixed_split, window_left)
+        attention_plan_triton(*made, PlanSizes(WAVE_ITEMS, fixed_split, window_left))
         dim = self.case["head_dim"]
         partial = torch.full((items, 1, self.heads, dim), math.nan, device=self.device)
         sums = torch.full((items, 1, self.heads), math.nan, device=self.device)

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from graphdecode.kernels.attention.attention_plan import (
     MOST_SPLITS,
+    PlanSizes,
     attention_plan_triton,
     paged_attention_plan_triton,
     plan_size,
@@ -35,7 +36,7 @@ def plan_of(lens, device, *, wave_items, fixed_split=0, window_left=-1, live=Non
     plan = torch.full((plan_size(items),), -1, dtype=torch.int32, device=device)
     before = torch.tensor(lens, dtype=torch.int32, device=device) - 1
     live_rows = torch.tensor([rows if live is None else live], dtype=torch.int32, device=device)
-    attention_plan_triton(kv_lens, plan, before, live_rows, wave_items, fixed_split, window_left)
+    attention_plan_triton(kv_lens, plan, before, live_rows, PlanSizes(wave_items, fixed_split, window_left))
     found = items_of(plan)
     assert len(found) <= items
     splits = [0] * rows
@@ -104,7 +105,7 @@ def test_fewer_rows_than_capacity_leave_the_rest_empty(device):
     last = torch.tensor([1, 4], dtype=torch.int32, device=device)
     kv_lens = torch.full((6,), -1, dtype=torch.int32, device=device)
     plan = torch.full((plan_size(work_items(6, 4)),), -1, dtype=torch.int32, device=device)
-    paged_attention_plan_triton(kv_lens, plan, indptr, last, 3, 4, 4, 0, -1, 1)
+    paged_attention_plan_triton(kv_lens, plan, indptr, last, PlanSizes(4, page_size=4))
     assert kv_lens.tolist() == [5, 4, 0, 0, 0, 0]
     assert items_of(plan) == [(0, 0, 1, 5), (1, 0, 1, 4)]
 
@@ -115,9 +116,9 @@ def test_torch_version_sets_the_same_lengths(live, device):
     kv_lens, expected = torch.full((2, 3), -1, dtype=torch.int32)
     plan = torch.zeros(plan_size(16), dtype=torch.int32)
     before[2] = 9 if live == 3 else before[2]
-    attention_plan_torch(expected, plan, before, torch.tensor([live], dtype=torch.int32), 16, 0, -1)
+    attention_plan_torch(expected, plan, before, torch.tensor([live], dtype=torch.int32), *PlanSizes(16))
     on_device = [tensor.to(device) for tensor in (kv_lens, plan, before, torch.tensor([live], dtype=torch.int32))]
-    attention_plan_triton(*on_device, 16, 0, -1)
+    attention_plan_triton(*on_device, PlanSizes(16))
     assert on_device[0].tolist() == expected.tolist()
 
 

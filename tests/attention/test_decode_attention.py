@@ -10,8 +10,8 @@ from compiled_kernels import compiled
 from covering import pairwise, with_chunks
 from paged_rows import DTYPES, PagedRows, tolerance
 
+from graphdecode.kernels.attention.attention_plan import PlanSizes, plan_size, work_items
 from graphdecode.kernels.attention.attention_plan import paged_attention_plan_triton as plan_triton
-from graphdecode.kernels.attention.attention_plan import plan_size, work_items
 from graphdecode.kernels.attention.attention_records import AttentionOptions
 from graphdecode.kernels.attention.attention_torch import Positions, to_float32
 from graphdecode.kernels.attention.decode_attention import decode_attention_triton
@@ -87,8 +87,9 @@ def run(version, rows: PagedRows, q, options: Options, *, q_len=1, fixed_split=0
     plan = torch.full((plan_size(items),), -7, dtype=torch.int32, device=device)
     pages, page_size = rows.indices.shape[0], rows.k_cache.shape[1]
     planner = plan_triton if version is decode_attention_triton else paged_attention_plan_torch
-    metadata = (kv_lens, plan, rows.indptr, rows.last_page_len, pages, page_size)
-    planner(*metadata, WAVE_ITEMS, fixed_split, options.window_left, q_len)
+    metadata = (kv_lens, plan, rows.indptr, rows.last_page_len)
+    sizes = PlanSizes(WAVE_ITEMS, fixed_split, options.window_left, page_size, q_len)
+    planner(*metadata, *((sizes,) if planner is plan_triton else (*sizes, pages)))
     assert version is decode_attention_torch or plan[0].item() <= items
     counters = torch.zeros(count * q_len * heads, dtype=torch.int32, device=device)
     out = torch.full((*q.shape[:2], value_dim), math.nan, dtype=q.dtype, device=device)

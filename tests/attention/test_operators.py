@@ -12,7 +12,7 @@ import graphdecode.attention
 from graphdecode import merge_state, merge_state_in_place, merge_states
 from graphdecode.attention import AttentionOptions, PagedDecodeAttention
 from graphdecode.attention.paged_decode import new_split_plan
-from graphdecode.kernels.attention.attention_plan import plan_size
+from graphdecode.kernels.attention.attention_plan import PlanSizes, plan_size
 from graphdecode.kernels.attention.attention_torch import flash_attention, plain_attention
 from graphdecode.kernels.native.registration import versions
 from graphdecode.kernels.surfaces.merge_states import merge_state_in_place_triton, merge_states_triton
@@ -34,9 +34,9 @@ def test_operators_pass_opcheck(rows, device):
     plan = torch.zeros(plan_size(8), dtype=torch.int32, device=device)
     lens = torch.tensor(rows.lens, dtype=torch.int32, device=device)
     live = torch.tensor([3], dtype=torch.int32, device=device)
-    opcheck(OPERATORS.attention_plan.default, (kv_lens, plan, lens, live, 8, 0, -1), test_utils=CHECKS)
-    pages = rows.indices.shape[0]
-    arguments = (kv_lens, plan, rows.indptr, rows.last_page_len, pages, PAGE, 8, 0, -1, 1)
+    opcheck(OPERATORS.attention_plan.default, (kv_lens, plan, lens, live, *PlanSizes(8)), test_utils=CHECKS)
+    sizes = PlanSizes(8, page_size=PAGE)
+    arguments = (kv_lens, plan, rows.indptr, rows.last_page_len, *sizes, rows.indices.shape[0])
     opcheck(OPERATORS.paged_attention_plan.default, arguments, test_utils=CHECKS)
     q = torch.randn(3, HEADS, DIM, device=device)
     lse = torch.zeros(3, HEADS, device=device)

@@ -341,9 +341,13 @@ def test_a_device_has_one_stream_and_one_pool_for_all_shapes(model: Model, monke
         return noted
 
     monkeypatch.setitem(step_module.MIXED_TOKENS, "cuda", (8, 16))
-    with installed(3) as streams, lazy_runner(streams, model, EngineConfig(TABLE_CONFIG)) as runner:
+    with (
+        installed(3) as streams,
+        monkeypatch.context() as patch,  # undone before `installed` puts the real functions back
+        lazy_runner(streams, model, EngineConfig(TABLE_CONFIG)) as runner,
+    ):
         for name in ("Stream", "graph_pool_handle"):
-            monkeypatch.setattr(torch.cuda, name, counted(name, getattr(torch.cuda, name)))
+            patch.setattr(torch.cuda, name, counted(name, getattr(torch.cuda, name)))
         runner.graphs.capture(progress=False)
         engine = Engine(runner)
         for length in (5, 30, 2):

@@ -526,8 +526,9 @@ def measure(arch: int) -> dict[str, dict[str, int]]:
     cases |= recurrent_cases()
     cases |= adapter_cases()
     lens = torch.empty(ROWS, dtype=torch.int32)
-    cases["plan"] = lambda: attention_plan.attention_plan_triton(lens, lens, lens, lens, 33, 0, -1)
-    cases["plan-fixed"] = lambda: attention_plan.attention_plan_triton(lens, lens, lens, lens, 33, 1024, -1)
+    cases["plan"] = lambda: attention_plan.attention_plan_triton(lens, lens, lens, lens, attention_plan.PlanSizes(33))
+    fixed = attention_plan.PlanSizes(33, 1024)
+    cases["plan-fixed"] = lambda: attention_plan.attention_plan_triton(lens, lens, lens, lens, fixed)
     return {
         f"{case}/{kernel}": numbers
         for case, launch in cases.items()

@@ -5,6 +5,7 @@ import torch
 from compiled_kernels import compiled
 from sampling_rows import neutral_slots, random_rows, set_row
 
+from graphdecode.kernels.attention.attention_plan import PlanSizes
 from graphdecode.kernels.linear.linear import native_linear, quantize_int8, to_panels
 from graphdecode.kernels.model.act_mul import ACTIVATIONS
 from graphdecode.kernels.native.library import NativeCall, NativeSequence, joined
@@ -267,7 +268,7 @@ def test_a_draw_does_not_depend_on_company_or_threads(generator):
 def test_lengths_of_dead_rows_are_zero():
     kv_lens = torch.full((5,), -9, dtype=torch.int32)
     before = torch.tensor([3, 0, 2**31 - 1, 7], dtype=torch.int32)
-    native_attention_plan(kv_lens, kv_lens, before, torch.tensor([2], dtype=torch.int32), 1, 0, -1)()
+    native_attention_plan(kv_lens, kv_lens, before, torch.tensor([2], dtype=torch.int32), *PlanSizes(1))()
     assert kv_lens.tolist() == [4, 1, 0, 0, -9]
 
 

@@ -13,6 +13,7 @@ from graphdecode.attention.paged_decode import FIXED_SPLIT
 from graphdecode.cache.errors import require_choice, require_fit, require_tensors
 from graphdecode.kernels.attention.attention_plan import (
     WAVES_WHEN_FULL,
+    PlanSizes,
     check_page_lists,
     paged_attention_plan,
     plan_size,
@@ -184,16 +185,13 @@ class BatchDecodeWithPagedKVCacheWrapper:
         if q_len_per_req > 1 and not self.use_tensor_cores:
             raise ValueError(f"q_len_per_req={q_len_per_req} needs use_tensor_cores=True, as in FlashInfer")
         rows = self._checked_rows(indptr, indices, last_page_len)
-        wave_items, fixed_split, max_items = self._divide(problem, rows, indices.shape[0] * page_size)
+        sizes, max_items = self._divide(problem, rows, indices.shape[0] * page_size)
         if self._device.type == "cuda" and indptr.is_cpu and last_page_len.is_cpu:
             check_page_lists(indptr.numpy(), last_page_len.numpy(), indices.shape[0], page_size)
         given = (indptr, indices, last_page_len)
         metadata = tuple(t.to(self._device, non_blocking=non_blocking, copy=t.is_cpu) for t in given)
         kv_lens, plan, counters = self._plan_tensors(rows, max_items, q_len_per_req * num_qo_heads)
-        paged_attention_plan(
-            kv_lens, plan, metadata[0], metadata[2], num_indices=indices.shape[0], page_size=page_size,
-            wave_items=wave_items, fixed_split=fixed_split, window_left=window_left, q_len=q_len_per_req,
-        )  # fmt: skip
+        paged_attention_plan(kv_lens, plan, metadata[0], metadata[2], sizes, indices.shape[0])
         self._kv_lens, self._plan, self._counters = kv_lens, plan, counters
         if self._max_rows is None:
             self._pages = metadata
@@ -212,15 +210,16 @@ class BatchDecodeWithPagedKVCacheWrapper:
                 raise ValueError(f"paged_kv_indices_buffer holds {len(self._pages[1])} pages, got {len(indices)}")
         return rows
 
-    def _divide(self, problem: DecodeProblem, rows: int, tokens: int) -> tuple[int, int, int]:
-        """Return the work items of a wave, the fixed split and the most items; partial results fit the workspace."""
+    def _divide(self, problem: DecodeProblem, rows: int, tokens: int) -> tuple[PlanSizes, int]:
+        """Return what rows are split by, and the most work items; partial results fit the workspace."""
         if self._max_rows is not None:
             rows, tokens = self._max_rows, len(self._pages[1]) * problem.page_size
         wave_items = problem.wave_items(self._device, problem.head_dim)
         fixed_split = FIXED_SPLIT if self._invariant else 0
+        sizes = PlanSizes(wave_items, fixed_split, problem.window_left, problem.page_size, problem.q_len)
         items = rows + -(-tokens // FIXED_SPLIT) if self._invariant else work_items(rows, wave_items)
         if self._device.type != "cuda":
-            return wave_items, fixed_split, items
+            return sizes, items
         floats_of_item = problem.q_len * problem.num_qo_heads * (problem.head_dim + 1)
         held = self._workspace.nbytes // (4 * floats_of_item)
         if held < items and not self._invariant:  # fewer splits fit too
@@ -231,7 +230,7 @@ class BatchDecodeWithPagedKVCacheWrapper:
                 f"float_workspace_buffer has {self._workspace.nbytes} bytes, but {rows} rows need "
                 f"{4 * floats_of_item * items}"
             )
-        return wave_items, fixed_split, items
+        return sizes._replace(wave_items=wave_items), items
 
     def _plan_tensors(self, rows: int, max_items: int, queries_of_row: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return the tensors for the plan: the existing ones if they are large enough."""

@@ -8,7 +8,7 @@ from torch import Tensor
 from graphdecode.attention.append import KV_LAYOUTS
 from graphdecode.attention.paged_decode import new_split_plan
 from graphdecode.cache.errors import require_choice, require_tensors
-from graphdecode.kernels.attention.attention_plan import attention_plan, work_items
+from graphdecode.kernels.attention.attention_plan import PlanSizes, attention_plan, work_items
 from graphdecode.kernels.attention.decode_attention import decode_attention
 
 from .decode_problem import DecodeProblem, exact_queries, planned_dtypes
@@ -68,7 +68,7 @@ def single_decode_with_kv_cache(
     work = new_split_plan(device, 1, items, heads, v.shape[-1])
     before = torch.full((1,), kv_len - 1, dtype=torch.int32, device=device)
     table = torch.zeros(1, 1, dtype=torch.int32, device=device)  # all keys are one page
-    attention_plan(work.kv_lens, work.plan, before, table.new_ones(1), wave_items=wave_items, window_left=window_left)
+    attention_plan(work.kv_lens, work.plan, before, table.new_ones(1), PlanSizes(wave_items, window_left=window_left))
     out = torch.empty(1, heads, v.shape[-1], dtype=q.dtype, device=device)
     lse = torch.empty(1, heads, dtype=torch.float32, device=device) if return_lse else None
     decode_attention(
