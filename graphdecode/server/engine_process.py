@@ -67,7 +67,7 @@ class EngineProcess:
                 self._send_status()
                 is_idle, may_capture = not (engine.has_work or self._waiting or may_capture), False
                 for message in self._connection.receive(wait=is_idle):
-                    self._take(message)
+                    self._handle(message)
                 may_capture = engine.capture_waiting()
                 if self._waiting:
                     self._add_compiled()
@@ -85,7 +85,7 @@ class EngineProcess:
             except Exception:  # the engine gave up all requests, and its next step says so
                 log.exception("a step failed")
 
-    def _take(self, message: Any) -> None:
+    def _handle(self, message: Any) -> None:
         if isinstance(message, messages.Add):
             grammar = message.request.grammar
             if grammar is None or grammar not in self._compiled:

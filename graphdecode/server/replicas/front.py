@@ -97,11 +97,11 @@ class Front:
         async with self._bodies.read(Request(scope, receive)) as body:
             self.num_open += 1
             try:
-                await unless_disconnected(receive, self._answer(scope, body, receive, send))
+                await unless_disconnected(receive, self._respond(scope, body, receive, send))
             finally:
                 self.num_open -= 1
 
-    async def _answer(self, scope: Scope, body: bytes, receive: Receive, send: Send) -> None:
+    async def _respond(self, scope: Scope, body: bytes, receive: Receive, send: Send) -> None:
         blocks, avoid = _blocks_of(body), list[str]()
         error = HttpError(503, "no replica could respond; try again", code="no_replica", headers={"Retry-After": "5"})
         try:
