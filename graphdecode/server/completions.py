@@ -15,6 +15,7 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 from pydantic import ValidationError
+from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -164,9 +165,8 @@ class Reply(Response, ABC):
                 line = (self._head["id"], cursor.index, requested, output.text, output.finish_reason)
                 log.info("%s %d: %r -> %r (%s)", *line)
         if self.service.tracer is not None:
-            headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
             for parent in self.parents:
-                self.service.tracer.trace(str(self._head["id"]), parent, self.body_fields, headers)
+                self.service.tracer.trace(str(self._head["id"]), parent, self.body_fields, Headers(scope=scope))
         if failed is not None:
             raise failed
 
@@ -291,7 +291,8 @@ class Endpoint:
             prepared = self.prepared(service.preprocessor, data, in_child=False)
         if prepared is None:
             try:
-                prepared = await service.work.run(_prepared, self, data, limits=_LIMITS, caller=caller, size=len(data))
+                prepare = partial(self.prepared, in_child=True)
+                prepared = await service.work.run(prepare, data, limits=_LIMITS, caller=caller, size=len(data))
             except JobError as error:
                 raise HttpError(400, f"reading the body {error}") from error
         result, unknown, model = prepared
@@ -326,10 +327,6 @@ class Endpoint:
             raise
         except GraphdecodeError as error:
             raise as_http_error(error, frozenset(self.body_type.model_fields)) from error
-
-
-def _prepared(preprocessor: Preprocessor, endpoint: Endpoint, data: bytes) -> Any:
-    return endpoint.prepared(preprocessor, data, in_child=True)
 
 
 class CompletionReply(Reply):

@@ -33,9 +33,7 @@ from graphdecode.text.grammar import Grammars
 
 _STATUS_EVERY_SECONDS = 0.25
 _BANDWIDTH_BYTES = 256 << 20
-_STACK_BYTES = (
-    4 * STACK_BYTES
-)  # stack of threads; larger than a child's, so that a grammar that compiled there does not overflow it
+_STACK_BYTES = 4 * STACK_BYTES  # of threads; a grammar that compiled in a child does not overflow it
 _COMPILERS = 2  # grammars that are compiled at a time
 _POLL_SECONDS = 0.005  # for messages, while grammars are compiled and there is nothing else to do
 
