@@ -36,7 +36,14 @@ from graphdecode.server.preprocessing import Preprocessor
 from graphdecode.server.protocol import ChatCompletion, Completion, GeneratingPath, Generation, StreamOptions, Tokenize
 from graphdecode.server.service import Service
 from graphdecode.server.structured_outputs import StructuredOutput, structured_output_of, structured_output_of_calls
-from graphdecode.server.tool_calls import BARE_JSON, ToolCallReader, ToolFormat, format_of, messages_with_tools
+from graphdecode.server.tool_calls import (
+    BARE_JSON,
+    ToolCallReader,
+    ToolFormat,
+    format_of,
+    function_name,
+    messages_with_tools,
+)
 from graphdecode.text.arguments import as_prompt
 from graphdecode.text.chat import RenderedChat, render_chat
 from graphdecode.text.input_processor import ParentRequest, TokenizedPrompt
@@ -556,9 +563,7 @@ def _tool_format(
 
 def _tool_names(body: ChatCompletion) -> Iterator[str]:
     for index, tool in enumerate(body.tools or []):
-        function = tool.get("function")
-        name = function.get("name") if isinstance(function, dict) else None
-        if not isinstance(name, str):
+        if (name := function_name(tool)) is None:
             raise HttpError(400, f"tools[{index}] must be a function with a name", param="tools")
         yield name
 
