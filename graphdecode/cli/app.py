@@ -100,7 +100,7 @@ def _show_version(is_wanted: bool) -> None:
 
 
 @app.callback()
-def _root(
+def _global_options(
     debug: Annotated[
         bool,
         typer.Option(

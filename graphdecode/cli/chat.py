@@ -109,7 +109,7 @@ class ChatSession:
                 if line.lower() in _LEAVE:
                     return
                 if line:
-                    self._take(line)
+                    self._handle(line)
             except KeyboardInterrupt:  # drops the line, as in a shell
                 continue
             except EOFError:
@@ -119,7 +119,7 @@ class ChatSession:
         while not done.is_set() and self._conversation.llm.engine.capture_waiting():
             pass
 
-    def _take(self, line: str) -> None:
+    def _handle(self, line: str) -> None:
         found = _COMMAND.fullmatch(line)
         try:
             if found is None:

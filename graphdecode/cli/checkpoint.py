@@ -59,5 +59,4 @@ def fitted(
         sizes = [size for size in buckets.ladder if size <= rows]
     # not on a GPU, where the cache takes the memory that a later capture would need
     when = "idle" if resolve_device(settings.device).type == "cpu" else buckets.capture_when
-    limits = {"max_batch_size": rows, "max_sequence_length": length, "batch_sizes": sizes}
-    return settings.with_settings(**limits, capture_when=when)
+    return settings.with_settings(max_batch_size=rows, max_sequence_length=length, batch_sizes=sizes, capture_when=when)

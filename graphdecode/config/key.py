@@ -110,21 +110,21 @@ def is_number(value: Any, low: float = -_MOST_NUMBER, high: float = _MOST_NUMBER
     return isinstance(value, Real) and not isinstance(value, bool) and bool(low <= value <= high)  # type: ignore[operator]
 
 
+BOOLEAN = Values("true or false", lambda value: isinstance(value, bool))
+LONG_INTEGER = Values("an integer in -2^63..2^63-1", lambda value: is_integer(value, -(2**63), 2**63 - 1))
+FRACTION = Values(
+    "a number above 0 and at most 1", lambda value: is_number(value, 0, 1) and value > 0, limits="Above 0, at most 1."
+)
+INTEGERS = Values(
+    "a list of at least one integer >= 1",
+    lambda value: isinstance(value, (list, tuple)) and bool(value) and all(is_integer(each, 1) for each in value),
+)
+
+
 def integer(low: int, high: int = _MOST_INTEGER) -> Values:
     """Return the integers of a range; bools are not accepted."""
     limits = f"At least {low}." if high == _MOST_INTEGER else f"{low} to {high}."
     return Values(f"an integer in {low}..{high}", lambda value: is_integer(value, low, high), limits=limits)
-
-
-def long_integer() -> Values:
-    """Return the 64-bit integers."""
-    return replace(integer(-(2**63), 2**63 - 1), expected="an integer in -2^63..2^63-1", limits="")
-
-
-def fraction() -> Values:
-    """Return the numbers in (0, 1]."""
-    accepts = lambda value: is_number(value, 0, 1) and value > 0  # noqa: E731
-    return Values("a number above 0 and at most 1", accepts, limits="Above 0, at most 1.")
 
 
 def number(low: float, high: float = _MOST_NUMBER) -> Values:
@@ -140,11 +140,6 @@ def texts(metavar: str = "TEXT") -> Values:
         lambda value: isinstance(value, (list, tuple)) and all(isinstance(item, str) and item for item in value),
         metavar=metavar,
     )
-
-
-def boolean() -> Values:
-    """Return True and False."""
-    return Values("true or false", lambda value: isinstance(value, bool))
 
 
 def one_of(*choices: str) -> Values:
@@ -169,14 +164,6 @@ def matching(pattern: str, expected: str, metavar: str | None = None) -> Values:
     """Return the texts that match a whole pattern."""
     accepts = lambda value: isinstance(value, str) and re.fullmatch(pattern, value) is not None  # noqa: E731
     return Values(expected, accepts, metavar=metavar)
-
-
-def integers() -> Values:
-    """Return the lists of at least one integer >= 1."""
-    return Values(
-        "a list of at least one integer >= 1",
-        lambda value: isinstance(value, (list, tuple)) and bool(value) and all(map(integer(1).accepts, value)),
-    )
 
 
 class ConfigDocument:

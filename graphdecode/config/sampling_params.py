@@ -10,14 +10,14 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from graphdecode.config.key import (
+    BOOLEAN,
+    FRACTION,
+    LONG_INTEGER,
     Option,
     Values,
-    boolean,
-    fraction,
     integer,
     is_integer,
     is_number,
-    long_integer,
     none_or,
     number,
     texts,
@@ -110,7 +110,7 @@ def _are_texts(value: Any) -> bool:
 _TEXT = Values("a text that is not empty", lambda text: text is None or (isinstance(text, str) and text != ""))
 _STRUCTURED = {
     **dict.fromkeys(("regex", "grammar", "whitespace_pattern"), _TEXT),
-    **dict.fromkeys(("disable_any_whitespace", "disable_additional_properties"), boolean()),
+    **dict.fromkeys(("disable_any_whitespace", "disable_additional_properties"), BOOLEAN),
     "json_object": Values("True or None", lambda value: value in (None, True, False)),
     "choice": Values(
         f"a list of 1..{_MAX_CHOICES} texts, none of them empty",
@@ -120,7 +120,7 @@ _STRUCTURED = {
 _PENALTY = number(-2, 2)
 _COUNT = none_or(integer(-1))
 _IDS = Values("a list of token ids >= 0", _are_ids)
-_SWITCH = boolean()
+_SWITCH = BOOLEAN
 
 
 def _param(default: Any, values: Values | None = None, help: str = "", *flags: str, metavar: str | None = None) -> Any:
@@ -179,12 +179,12 @@ class SamplingParams:
     temperature: float = _param(1.0, number(0), f"0 is greedy. {_CHECKPOINTS}")
     top_k: int = _param(0, integer(-1), f"Sample among the k most likely tokens; 0 is all. {_CHECKPOINTS}")
     top_p: float = _param(
-        1.0, fraction(), f"Sample among the most likely tokens of this total probability. {_CHECKPOINTS}"
+        1.0, FRACTION, f"Sample among the most likely tokens of this total probability. {_CHECKPOINTS}"
     )
     min_p: float = _param(0.0, number(0, 1), f"Smallest probability, relative to the most likely token. {_CHECKPOINTS}")
     seed: int | None = _param(
         None,
-        none_or(Values("a 64-bit integer", long_integer().accepts)),
+        none_or(Values("a 64-bit integer", LONG_INTEGER.accepts)),
         "Seed of sampling; left out: the configuration's.",
     )
     repetition_penalty: float = _param(

@@ -16,17 +16,17 @@ from typing import Any
 
 from graphdecode.buckets import MOST_DRAFTS, BucketLadder
 from graphdecode.config.key import (
+    BOOLEAN,
+    FRACTION,
+    INTEGERS,
+    LONG_INTEGER,
     ConfigDocument,
     Key,
     auto_or,
-    boolean,
     check_keys,
-    fraction,
     integer,
-    integers,
     key,
     keys_of,
-    long_integer,
     matching,
     none_or,
     number,
@@ -64,7 +64,7 @@ class BucketConfig:
         "capacity", "auto", auto_or(integer(1)), "Pages of the cache; auto fills memory_fraction of the free memory."
     )
     memory_fraction: float = key(
-        "capacity", 0.9, fraction(), 'Share of the free memory that the cache takes with total_num_pages = "auto".'
+        "capacity", 0.9, FRACTION, 'Share of the free memory that the cache takes with total_num_pages = "auto".'
     )
     max_logprobs: int = key(
         "capacity", 20, integer(1, 2**20), "Log-probabilities per token that a request may ask for."
@@ -89,7 +89,7 @@ class BucketConfig:
         "States of all of them together; 0: the host follows every structured output.",
     )
     batch_sizes: tuple[int, ...] | list[int] | str = key(
-        "buckets", "auto", auto_or(integers()), "The buckets; max_batch_size is added if it is missing."
+        "buckets", "auto", auto_or(INTEGERS), "The buckets; max_batch_size is added if it is missing."
     )
     max_graphs: int = key("buckets", 16, integer(1, 65536), "Buckets that auto chooses at most.")
     capture_when: str = key(
@@ -169,7 +169,7 @@ class EngineConfig:
         "Dtype of activations, cache, and weights that are not quantized; auto is the checkpoint's if the device "
         "computes in it, and float16 on a CPU with quantized weights.",
     )
-    seed: int = key("model", 0, long_integer(), "Seed for requests without one.")
+    seed: int = key("model", 0, LONG_INTEGER, "Seed for requests without one.")
     quantize: str | None = key(
         "model",
         None,
@@ -194,11 +194,11 @@ class EngineConfig:
     batch_invariant: bool = key(
         "model",
         False,
-        boolean(),
+        BOOLEAN,
         "A request's tokens and log-probabilities do not depend, bit for bit, on the batch, the bucket and the row, "
         "nor on how its prompt is chunked, shared or recomputed. Prefill is slower; a CPU needs a C compiler.",
     )
-    prefix_cache: bool = key("model", True, boolean(), "Reuse the cached pages of prompts with a common prefix.")
+    prefix_cache: bool = key("model", True, BOOLEAN, "Reuse the cached pages of prompts with a common prefix.")
     tensor_parallel_size: int = key(
         "model",
         1,
@@ -226,7 +226,7 @@ class EngineConfig:
         "Implementation of the model: native, which auto prefers, or transformers' own module over our cache.",
     )
     trust_remote_code: bool = key(
-        "model", False, boolean(), "Run the Python code of a checkpoint if transformers needs it."
+        "model", False, BOOLEAN, "Run the Python code of a checkpoint if transformers needs it."
     )
     load_modules: tuple[str, ...] | list[str] = key(
         "model",
@@ -243,12 +243,12 @@ class EngineConfig:
         "Name of a registered step that replaces decoding and speculation.",
     )
     skip_tokenizer_init: bool = key(
-        "model", False, boolean(), "Load no tokenizer: prompts are token ids, and outputs have no text."
+        "model", False, BOOLEAN, "Load no tokenizer: prompts are token ids, and outputs have no text."
     )
     enable_sleep_mode: bool = key(
         "model",
         False,
-        boolean(),
+        BOOLEAN,
         "Let LLM.sleep give a GPU's memory back: weights and cache lie in memory that can be unmapped. A CPU needs no "
         "mode.",
     )
@@ -277,7 +277,7 @@ class EngineConfig:
     adapt_experts: bool = key(
         "adapters",
         False,
-        boolean(),
+        BOOLEAN,
         "Whether single experts can be adapted, too: each slot has room for an adapter of every expert.",
     )
     speculation: str = key(
@@ -492,7 +492,7 @@ class ServerConfig:
     trust_request_chat_template: bool = key(
         SERVER,
         False,
-        boolean(),
+        BOOLEAN,
         "Allow `chat_template` in requests: a program, which runs in a child process with limits.",
     )
     lora_modules: tuple[str, ...] | list[str] = key(
@@ -508,7 +508,7 @@ class ServerConfig:
         none_or(matching(r"(?s).*\S.*", "a path", "FOLDER"), '"/srv/adapters"'),
         "Folder from which POST /v1/load_lora_adapter may load adapters; left out: the endpoint is disabled.",
     )
-    log_requests: bool = key(SERVER, False, boolean(), "Log prompts and outputs.")
+    log_requests: bool = key(SERVER, False, BOOLEAN, "Log prompts and outputs.")
 
     def __post_init__(self) -> None:
         check_keys(self)
@@ -540,7 +540,7 @@ class ReplicaConfig:
         "Ray cluster to join; left out: a local one, which ends with the command.",
     )
     cpus_per_device: int = key(REPLICAS, 1, integer(1), "CPU cores that Ray reserves for each device of an engine.")
-    direct: bool = key(REPLICAS, False, boolean(), "Serve HTTP in the command itself, without Ray's proxy.")
+    direct: bool = key(REPLICAS, False, BOOLEAN, "Serve HTTP in the command itself, without Ray's proxy.")
     fronts: int = key(REPLICAS, 1, integer(1), "Processes behind Ray's proxies that route requests to engines.")
     slack: int = key(
         REPLICAS,

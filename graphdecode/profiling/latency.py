@@ -110,18 +110,18 @@ def rows_at(runner: Runner, count: int, context: int, logprobs: int = -1) -> Ite
     `logprobs`: top log-probabilities that a step computes; -1: none.
     """
     cache, length = runner.cache, context + STEPS_PER_STAGING
-    names = [object() for _ in range(count)]
-    entered: list[object] = []
+    names: list[object] = []
     try:
-        for name in names:
+        for _ in range(count):
+            name = object()
             cache.add(name, ())
-            entered.append(name)
+            names.append(name)
             cache.reserve(name, length)
         sampling = RowSampling(last_position=length - 1, num_logprobs=logprobs)
         memories = [SequenceMemory(cache.pages_of(name), cache.state_row_of(name)) for name in names]
         yield [RowInputs([1] * context, context, memory, sampling) for memory in memories]
     finally:
-        for name in entered:
+        for name in names:
             cache.free(name)
 
 

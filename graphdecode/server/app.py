@@ -14,6 +14,7 @@ from statistics import median
 from typing import Any
 
 from starlette.applications import Starlette
+from starlette.datastructures import Headers
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
@@ -27,7 +28,7 @@ from graphdecode.errors import shown
 from graphdecode.server.completions import GENERATING, Endpoint, rendered_chat
 from graphdecode.server.http import HANDLERS, HttpError, error_response, unless_disconnected
 from graphdecode.server.preprocessing import Preprocessor
-from graphdecode.server.protocol import B, Detokenize, LoadAdapter, Tokenize, UnloadAdapter
+from graphdecode.server.protocol import Detokenize, LoadAdapter, Tokenize, UnloadAdapter
 from graphdecode.server.service import Service
 
 _KEY = "graphdecode.key"  # in a scope: the digest of the request's key
@@ -62,7 +63,7 @@ class Guard:
 def check_host(hosts: Sequence[str], scope: Scope) -> None:
     """Refuse a `Host` that is neither in `hosts` nor `localhost` nor an address, against DNS rebinding."""
     known = {host.lower().rstrip(".") for host in (*hosts, "localhost")}
-    for host in [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]:
+    for host in Headers(scope=scope).getlist("host"):
         # without port, and an IPv6 address without brackets
         name = host[1:].partition("]")[0] if host[:1] == "[" else host.partition(":")[0].lower().rstrip(".")
         if name not in known and _address(name) is None:
@@ -135,7 +136,7 @@ def prepared_text(preprocessor: Preprocessor, body: Detokenize) -> bytes:
     return bytes(JSONResponse({"prompt": preprocessor.tokenizer.decode(body.tokens)}).body)
 
 
-def _as_given(_: Preprocessor, body: B) -> B:
+def _as_given(_: Preprocessor, body: Any) -> Any:
     return body
 
 

@@ -15,6 +15,7 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 from pydantic import ValidationError
+from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -35,7 +36,14 @@ from graphdecode.server.preprocessing import Preprocessor
 from graphdecode.server.protocol import ChatCompletion, Completion, GeneratingPath, Generation, StreamOptions, Tokenize
 from graphdecode.server.service import Service
 from graphdecode.server.structured_outputs import StructuredOutput, structured_output_of, structured_output_of_calls
-from graphdecode.server.tool_calls import BARE_JSON, ToolCallReader, ToolFormat, format_of, messages_with_tools
+from graphdecode.server.tool_calls import (
+    BARE_JSON,
+    ToolCallReader,
+    ToolFormat,
+    format_of,
+    function_name,
+    messages_with_tools,
+)
 from graphdecode.text.arguments import as_prompt
 from graphdecode.text.chat import RenderedChat, render_chat
 from graphdecode.text.input_processor import ParentRequest, TokenizedPrompt
@@ -164,9 +172,8 @@ class Reply(Response, ABC):
                 line = (self._head["id"], cursor.index, requested, output.text, output.finish_reason)
                 log.info("%s %d: %r -> %r (%s)", *line)
         if self.service.tracer is not None:
-            headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
             for parent in self.parents:
-                self.service.tracer.trace(str(self._head["id"]), parent, self.body_fields, headers)
+                self.service.tracer.trace(str(self._head["id"]), parent, self.body_fields, Headers(scope=scope))
         if failed is not None:
             raise failed
 
@@ -291,7 +298,8 @@ class Endpoint:
             prepared = self.prepared(service.preprocessor, data, in_child=False)
         if prepared is None:
             try:
-                prepared = await service.work.run(_prepared, self, data, limits=_LIMITS, caller=caller, size=len(data))
+                prepare = partial(self.prepared, in_child=True)
+                prepared = await service.work.run(prepare, data, limits=_LIMITS, caller=caller, size=len(data))
             except JobError as error:
                 raise HttpError(400, f"reading the body {error}") from error
         result, unknown, model = prepared
@@ -326,10 +334,6 @@ class Endpoint:
             raise
         except GraphdecodeError as error:
             raise as_http_error(error, frozenset(self.body_type.model_fields)) from error
-
-
-def _prepared(preprocessor: Preprocessor, endpoint: Endpoint, data: bytes) -> Any:
-    return endpoint.prepared(preprocessor, data, in_child=True)
 
 
 class CompletionReply(Reply):
@@ -559,9 +563,7 @@ def _tool_format(
 
 def _tool_names(body: ChatCompletion) -> Iterator[str]:
     for index, tool in enumerate(body.tools or []):
-        function = tool.get("function")
-        name = function.get("name") if isinstance(function, dict) else None
-        if not isinstance(name, str):
+        if (name := function_name(tool)) is None:
             raise HttpError(400, f"tools[{index}] must be a function with a name", param="tools")
         yield name
 

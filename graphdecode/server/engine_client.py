@@ -142,7 +142,7 @@ class EngineClient:
         while True:
             with contextlib.suppress(asyncio.IncompleteReadError, OSError):
                 while True:
-                    await self._take(await messages.receive(reader))
+                    await self._handle(await messages.receive(reader))
             self.serves = False
             for number in list(self._changes):
                 self._end_change(number, AnswerError("the engine's process ended", RESTARTING))
@@ -183,21 +183,21 @@ class EngineClient:
         if self._process is not None:
             self._process.kill()
 
-    async def _take(self, message: Any) -> None:
+    async def _handle(self, message: Any) -> None:
         self._heard = True
         if isinstance(message, messages.EngineStatus):
             self._on_status(message)
         elif isinstance(message, messages.AdapterChanged):
             self._end_change(message.number, None if message.error is None else ArgumentError(message.error))
         elif isinstance(message, list):
-            await self._take_events(message)
+            await self._handle_events(message)
 
     def _end_change(self, number: int, error: Exception | None) -> None:
         change = self._changes.get(number)
         if change is not None and not change.done():
             change.set_result(None) if error is None else change.set_exception(error)
 
-    async def _take_events(self, events: list[tuple[Any, ...]]) -> None:
+    async def _handle_events(self, events: list[tuple[Any, ...]]) -> None:
         for first in range(0, len(events), _EVENTS_AT_ONCE):
             if first:
                 await asyncio.sleep(0)  # decoding may take long, and other tasks wait

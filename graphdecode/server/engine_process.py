@@ -33,9 +33,7 @@ from graphdecode.text.grammar import Grammars
 
 _STATUS_EVERY_SECONDS = 0.25
 _BANDWIDTH_BYTES = 256 << 20
-_STACK_BYTES = (
-    4 * STACK_BYTES
-)  # stack of threads; larger than a child's, so that a grammar that compiled there does not overflow it
+_STACK_BYTES = 4 * STACK_BYTES  # of threads; a grammar that compiled in a child does not overflow it
 _COMPILERS = 2  # grammars that are compiled at a time
 _POLL_SECONDS = 0.005  # for messages, while grammars are compiled and there is nothing else to do
 
@@ -67,7 +65,7 @@ class EngineProcess:
                 self._send_status()
                 is_idle, may_capture = not (engine.has_work or self._waiting or may_capture), False
                 for message in self._connection.receive(wait=is_idle):
-                    self._take(message)
+                    self._handle(message)
                 may_capture = engine.capture_waiting()
                 if self._waiting:
                     self._add_compiled()
@@ -85,7 +83,7 @@ class EngineProcess:
             except Exception:  # the engine gave up all requests, and its next step says so
                 log.exception("a step failed")
 
-    def _take(self, message: Any) -> None:
+    def _handle(self, message: Any) -> None:
         if isinstance(message, messages.Add):
             grammar = message.request.grammar
             if grammar is None or grammar not in self._compiled:

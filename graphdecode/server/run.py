@@ -170,7 +170,7 @@ async def run(
     signal ends immediately. During loading, the process exits with 128 plus the signal's number.
     """
     shutdown = _Shutdown(served)
-    on_signals(shutdown.take_signal)
+    on_signals(shutdown.on_signal)
     try:
         loading = asyncio.ensure_future(served.start())
         shutdown.on_second_signal = loading.cancel
@@ -185,7 +185,7 @@ async def run(
                 await loading
             sys.exit(128 + shutdown.signal)
         loading.result()
-        on_signals(shutdown.take_signal)  # loading may have replaced the handlers: Ray does
+        on_signals(shutdown.on_signal)  # loading may have replaced the handlers: Ray does
         server = make_server(make_app(), served.config)
         shutdown.on_second_signal = server.end_now
         serving = asyncio.ensure_future(server.serve(sockets=[bound]))
@@ -264,7 +264,7 @@ class _Shutdown:
         self.on_second_signal: Callable[[], object] = lambda: None
         self.signal = 0  # the last one's number
 
-    def take_signal(self, number: int) -> None:
+    def on_signal(self, number: int) -> None:
         self.signal = number
         if self.ending.is_set():
             self.forced.set()

@@ -78,7 +78,7 @@ class Service:
         self.client = EngineClient(
             setup,
             on_events=lambda events: self.router.deliver(events),
-            on_status=lambda status: self.metrics.take_status(status),
+            on_status=lambda status: self.metrics.update(status),
         )
         self.grammar_compiler = GrammarCompiler(self.work, self.client)
         self.router = Router(self.client, "the server was shut down")

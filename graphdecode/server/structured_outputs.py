@@ -23,7 +23,7 @@ from graphdecode.server.http import HttpError
 from graphdecode.server.messages import AddGrammar
 from graphdecode.server.preprocessing import Preprocessor
 from graphdecode.server.protocol import ChatCompletion, Generation
-from graphdecode.server.tool_calls import ToolFormat
+from graphdecode.server.tool_calls import ToolFormat, function_name
 from graphdecode.text.grammar import MAX_GRAMMAR_LENGTH
 
 # llguidance's options for arguments: unsupported keywords are refused; JSON is spaced as chat templates write it
@@ -106,8 +106,7 @@ def structured_output_of_calls(
     functions = [tool["function"] for tool in body.tools or [] if isinstance(tool.get("function"), dict)]
     choice = body.tool_choice
     if isinstance(choice, dict):
-        function = choice.get("function")
-        wanted = function.get("name") if choice.get("type") == "function" and isinstance(function, dict) else None
+        wanted = function_name(choice) if choice.get("type") == "function" else None
         functions = [function for function in functions if function.get("name") == wanted]
         if wanted is None or not functions:
             raise HttpError(400, "tool_choice must name one of the tools", param="tool_choice")

@@ -98,7 +98,7 @@ class Metrics(Collector):
         }
         registry.register(self)
 
-    def take_status(self, status: EngineStatus) -> None:
+    def update(self, status: EngineStatus) -> None:
         """Take the engine's latest status."""
         self.engine_status = status
         self.last_steps.extend(status.stats.step_seconds)

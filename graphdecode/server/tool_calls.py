@@ -202,12 +202,9 @@ def messages_with_tools(
     if not tools:
         return plain
     functions = "\n".join(json.dumps(tool.get("function", tool), ensure_ascii=False) for tool in tools)
-    must = "Call one of them."
-    if isinstance(choice, Mapping):
-        function = choice.get("function")
-        must = f"Call {function.get('name')}." if isinstance(function, Mapping) else must
-    elif choice != "required":
-        must = "Where none of them helps, answer in words."
+    must = "Call one of them." if choice == "required" else "Where none of them helps, answer in words."
+    if (name := function_name(choice)) is not None:
+        must = f"Call {name}."
     description = (
         f"You can call these functions, given with the JSON schemas of their parameters:\n{functions}\n"
         f"To call one, answer with nothing but JSON of the form {_SHAPE}. {must}"
@@ -227,8 +224,8 @@ def _as_plain(messages: Sequence[Any]) -> list[Any]:
     for message in messages:
         calls = message.get("tool_calls") if isinstance(message, Mapping) else None
         is_result = isinstance(message, Mapping) and message.get("role") in ("tool", "function")
-        if isinstance(calls, list) and calls and all(map(_is_call, calls)):
-            names |= {str(call.get("id")): call["function"]["name"] for call in calls}
+        if isinstance(calls, list) and calls and None not in map(function_name, calls):
+            names |= {str(call.get("id")): function_name(call) for call in calls}
             rest = {name: value for name, value in message.items() if name != "tool_calls"}
             written = [
                 f'{{"name": {json.dumps(function["name"])}, "arguments": {_arguments_text(function)}}}'
@@ -247,9 +244,11 @@ def _as_plain(messages: Sequence[Any]) -> list[Any]:
     return plain
 
 
-def _is_call(call: Any) -> bool:
-    function = call.get("function") if isinstance(call, Mapping) else None
-    return isinstance(function, Mapping) and isinstance(function.get("name"), str)
+def function_name(given: Any) -> str | None:
+    """Return the function's name of a tool, a call or a `tool_choice`; None if there is none."""
+    function = given.get("function") if isinstance(given, Mapping) else None
+    name = function.get("name") if isinstance(function, Mapping) else None
+    return name if isinstance(name, str) else None
 
 
 def _arguments_text(function: Mapping[str, Any]) -> str:

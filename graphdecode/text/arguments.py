@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from numbers import Integral
 from pathlib import Path
 from typing import Any
 
+from graphdecode.config.key import LONG_INTEGER, is_integer
 from graphdecode.engine import SamplingParams
-from graphdecode.engine.engine import as_int64
 from graphdecode.errors import ArgumentError, shown
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
@@ -37,7 +36,7 @@ def as_prompt(prompt: Any) -> str | list[int]:
     ids = _listed(prompt)
     if type(ids) is list and set(map(type, ids)) == {int}:  # the fast path, for a million tokens
         return list(ids)
-    if not isinstance(ids, Sequence) or isinstance(ids, bytes | bytearray) or not all(map(_is_token, ids)):
+    if not isinstance(ids, Sequence) or isinstance(ids, bytes | bytearray) or not all(map(is_integer, ids)):
         raise ArgumentError(f"{_EXPECTED}, got {shown(prompt)}")
     return [int(token) for token in ids]
 
@@ -50,15 +49,11 @@ def as_prompts(prompts: Any) -> list[str | list[int]]:
     if isinstance(prompts, bytes | bytearray) or not isinstance(prompts, Iterable):
         raise ArgumentError(f"{_EXPECTED}, and prompts are a list of them, got {shown(prompts)}")
     items = list(prompts)
-    return [as_prompt(items)] if items and all(map(_is_token, items)) else [as_prompt(item) for item in items]
+    return [as_prompt(items)] if items and all(map(is_integer, items)) else [as_prompt(item) for item in items]
 
 
 def _listed(given: Any) -> Any:
     return given.tolist() if hasattr(given, "tolist") else given
-
-
-def _is_token(value: Any) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 @dataclass(frozen=True)
@@ -95,9 +90,8 @@ def as_params(params: SamplingParams | Sequence[SamplingParams] | None, count: i
 
 def as_priorities(priority: Sequence[int] | int | None, count: int) -> list[int]:
     """Return a priority for each prompt; None is 0; see `_one_each`."""
-    return _one_each(
-        0 if priority is None else priority, count, "priority", "a 64-bit integer for each prompt", _is_int64
-    )
+    given, expected = 0 if priority is None else priority, "a 64-bit integer for each prompt"
+    return _one_each(given, count, "priority", expected, LONG_INTEGER.accepts)
 
 
 def as_lora_requests(given: LoRARequests, count: int) -> list[LoRARequest | None]:
@@ -117,7 +111,3 @@ def _one_each(given: Any, count: int, name: str, expected: str, is_one: Callable
     if len(items) != count:
         raise ArgumentError(f"there are {count} prompts and {len(items)} {name}")
     return items
-
-
-def _is_int64(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and as_int64(value) == value

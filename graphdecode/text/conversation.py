@@ -23,9 +23,7 @@ class Conversation:
 
     Args:
         system: the system message; None: as the template has it.
-        sampling_params: None: as `LLM.chat`.
-        chat_template: see `render_chat`.
-        lora_request: the adapter; None: the base model.
+        sampling_params, chat_template, lora_request: as for `LLM.chat`.
 
     Attributes:
         messages: all messages without `system`, oldest first.
@@ -55,10 +53,7 @@ class Conversation:
         """Send a message, and yield the output piece by piece.
 
         After `close()` on the iterator, or Ctrl-C, the conversation keeps the output so far; if there is none, the
-        message is dropped, too.
-
-        Raises:
-            ArgumentError: the message alone is too long, or the template refuses it.
+        message is dropped, too. Raises `ArgumentError` if the message alone is too long, or the template refuses it.
         """
         self.messages.append({"role": "user", "content": text})
         output, complete = "", False

@@ -61,10 +61,8 @@ class TokenizedPrompt(NamedTuple):
 class InputProcessor:
     """Tokenizes and checks prompts and parameters; the engine does not check them again.
 
-    Args:
-        rules: the engine's limits of requests.
-        seed: the engine's, for requests without one.
-        tokenizer: from transformers, or from `load_tokenizer`; None: prompts are token ids.
+    `rules` and `seed` are the engine's. Without a tokenizer, from transformers or `load_tokenizer`, prompts are token
+    ids.
     """
 
     def __init__(self, rules: RequestRules, seed: int, tokenizer: Any) -> None:
@@ -94,15 +92,13 @@ class InputProcessor:
     ) -> ParentRequest:
         """Tokenize a prompt to the requests of its outputs; unusable parameters refuse it, with `output.error` set.
 
-        A grammar is compiled here, so that no step waits for it.
+        A grammar is compiled here, so that no step waits for it. Raises `ArgumentError` if there is no tokenizer for a
+        text, or it fails.
 
         Args:
             token_ids: the prompt's; None: from `encode`.
             priority: the lowest is served first.
             adapter: its name; None: the base model.
-
-        Raises:
-            ArgumentError: there is no tokenizer for a text, or it fails.
         """
         token_ids = self.encode(prompt) if token_ids is None else token_ids
         if self._tokenizer is None and (params.stop_strings or params.bad_words):

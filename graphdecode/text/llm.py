@@ -166,10 +166,7 @@ class LLM:
     def get_default_sampling_params(self) -> SamplingParams:
         """Return the sampling parameters of the checkpoint's `generation_config.json`, else the defaults.
 
-        `chat` uses them; `generate` and `stream` use `SamplingParams()`.
-
-        Raises:
-            ArgumentError: the file has impossible values.
+        `chat` uses them; `generate` and `stream` use `SamplingParams()`. Raises `ArgumentError` for impossible values.
         """
         try:
             return SamplingParams(**self._sampling_defaults)  # type: ignore[arg-type]
@@ -340,8 +337,8 @@ class LLM:
     def sleep(self, level: int = 1) -> int:
         """Give the memory of the cache (level 1), and of the weights (2), back to the system; return how many bytes.
 
-        On a CPU under Linux, or a GPU with `enable_sleep_mode`, where level 1 moves the weights to the host, and which
-        has not been tried. Graphs stay valid, and prefixes are dropped. See `Engine.sleep`.
+        On a CPU under Linux, or a GPU with `enable_sleep_mode`, where level 1 moves the weights to the host. Graphs
+        stay valid, and prefixes are dropped. See `Engine.sleep`.
         """
         with DeferredInterrupt():
             return self.engine.sleep(level)

@@ -10,6 +10,7 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any, Protocol
 
 from starlette.applications import Starlette
+from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Mount, Route
@@ -28,7 +29,7 @@ from graphdecode.server.http import (
 )
 from graphdecode.server.replicas.routing import prompt_blocks
 
-REPLICA_HEADER = b"x-graphdecode-replica"  # names the replica in each response
+REPLICA_HEADER = "x-graphdecode-replica"  # names the replica in each response
 _MAX_ROUTED_BYTES = 1 << 20  # a larger body is not parsed: other requests would wait
 _ATTEMPTS = 3  # for a request: one that crashes engines must not crash all of them
 _TRY_ELSEWHERE = (429, 503)
@@ -97,11 +98,11 @@ class Front:
         async with self._bodies.read(Request(scope, receive)) as body:
             self.num_open += 1
             try:
-                await unless_disconnected(receive, self._answer(scope, body, receive, send))
+                await unless_disconnected(receive, self._respond(scope, body, receive, send))
             finally:
                 self.num_open -= 1
 
-    async def _answer(self, scope: Scope, body: bytes, receive: Receive, send: Send) -> None:
+    async def _respond(self, scope: Scope, body: bytes, receive: Receive, send: Send) -> None:
         blocks, avoid = _blocks_of(body), list[str]()
         error = HttpError(503, "no replica could respond; try again", code="no_replica", headers={"Retry-After": "5"})
         try:
@@ -115,7 +116,7 @@ class Front:
                             log.warning("attempt %d of a request: %s", attempt, lost)
                             continue
                         if _is_unavailable(begin, first) and attempt < _ATTEMPTS:
-                            avoid.append(_header(begin, REPLICA_HEADER))
+                            avoid.append(Headers(raw=begin["headers"]).get(REPLICA_HEADER, ""))
                             continue
                         timeout.reschedule(None)  # from here on the replica's own timeout applies
                         await self._forward(begin, first, messages, send)
@@ -131,7 +132,7 @@ class Front:
             async for message in messages:
                 await send(message)
         except LostError as lost:
-            if not _header(begin, b"content-type").startswith("text/event-stream"):
+            if not _is_stream(begin):
                 raise ConnectionAbortedError(str(lost)) from lost  # closes the connection
             log.warning("a response in progress: %s", lost)
             failed = HttpError(503, _LOST, code="replica_lost")
@@ -140,13 +141,13 @@ class Front:
 
 def _is_unavailable(begin: Message, first: Message) -> bool:
     """Whether the replica is full, or its engine is restarting."""
-    if _header(begin, b"content-type").startswith("text/event-stream"):
+    if _is_stream(begin):
         return first["body"].startswith(b'data: {"error":') and b'"code":"restarting"' in first["body"]
     return begin["status"] in _TRY_ELSEWHERE
 
 
-def _header(begin: Message, name: bytes) -> str:
-    return next((value.decode("latin-1") for key, value in begin["headers"] if key == name), "")
+def _is_stream(begin: Message) -> bool:
+    return Headers(raw=begin["headers"]).get("content-type", "").startswith("text/event-stream")
 
 
 def _blocks_of(body: bytes) -> list[int]:

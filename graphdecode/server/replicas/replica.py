@@ -10,6 +10,7 @@ from typing import Any
 
 import ray
 from ray import serve
+from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from graphdecode.server.app import make_app
@@ -21,7 +22,6 @@ from graphdecode.server.service import Service
 
 _RESTART_SECONDS = 60.0  # for an engine to restart; then Ray replaces the replica
 _LEASE_SECONDS = 30.0  # for the request of a lease to come
-_LEASE_KEY = LEASE_HEADER.encode()
 
 log = logging.getLogger(__name__)
 
@@ -93,7 +93,7 @@ class Replica:
             del self._leases[number]
 
     async def _leased(self, scope: Scope, receive: Receive, send: Send) -> None:
-        number = next((value.decode("latin-1") for key, value in scope.get("headers", ()) if key == _LEASE_KEY), "")
+        number = Headers(scope=scope).get(LEASE_HEADER, "")
         came, ended = self._leases.get(number) or (asyncio.Event(), asyncio.Event())
         came.set()
         try:
@@ -124,7 +124,7 @@ class Replica:
 
 def _signed(app: ASGIApp, name: str) -> ASGIApp:
     """Return an application that adds the replica's name to its responses."""
-    header = (REPLICA_HEADER, name.encode("latin-1"))
+    header = (REPLICA_HEADER.encode(), name.encode("latin-1"))
 
     async def signed(scope: Scope, receive: Receive, send: Send) -> None:
         async def sign(message: Message) -> None:
