@@ -21,7 +21,7 @@ from graphdecode.linear.quantized_weight import QuantizedWeight
 from graphdecode.linear.weight_form import Shard, Stored, TensorSource
 from graphdecode.models.config import ModelConfig
 from graphdecode.models.family import family_of
-from graphdecode.models.gguf.quantize import dequantize, quantized_blocks
+from graphdecode.models.gguf.quantize import quantized_blocks
 from graphdecode.models.weight_map import Part, WeightMap, parts
 
 
@@ -198,11 +198,7 @@ class QuantizingSource:
         if name not in self._kinds:
             self._source.read(name, out, shard)
             return
-        held = self._quantized(name)
-        if isinstance(held, GgufBlocks):
-            whole = dequantize(held.stored.numpy(), BLOCK_OF[held.block_type])
-        else:
-            whole = held.dequantized()
+        whole = self._quantized(name).dequantized()
         out.copy_(whole if shard is None else whole[shard.slices(tuple(whole.shape))])
 
     def read_quantized(self, name: str, expert: int | None = None) -> QuantizedWeight | None:
