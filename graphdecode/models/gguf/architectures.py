@@ -20,7 +20,6 @@ from graphdecode.models.gguf.settings import (
     Settings,
     bamba_settings,
     deepseek_settings,
-    gemma4_of_tensors,
     gemma4_settings,
     gemma_settings,
     granite_hybrid_settings,
@@ -77,7 +76,6 @@ class Architecture:
     numbers: Mapping[str, tuple[str, float | None]] = field(default_factory=dict)
     window_period: int = 0  # by default each such layer sees all tokens, the others a window; 0: no windows
     more: Callable[[Metadata], Settings] = field(default=lambda metadata: {})
-    of_tensors: Callable[[Mapping[str, GgufTensor]], Settings] = field(default=lambda stored: {})  # what tensors say
 
     @property
     def has_states(self) -> bool:
@@ -98,9 +96,10 @@ class Architecture:
             )
         _check_counts(metadata, stored)
         _check_experts(stored)
+        embedding, keys = stored["token_embd.weight"], [name for name in stored if name.endswith(".attn_k.weight")]
         return {
             "architectures": [f"{self.name}ForCausalLM"],
-            "vocab_size": stored["token_embd.weight"].shape[0],
+            "vocab_size": embedding.shape[0],
             "hidden_size": hidden,
             "intermediate_size": counted("feed_forward_length") or 1,
             "num_hidden_layers": layers,
@@ -113,6 +112,8 @@ class Architecture:
             "attention_bias": "blk.0.attn_q.bias" in stored,
             "mlp_bias": "blk.0.ffn_up.bias" in stored,
             "mamba_rms_norm": "blk.0.ssm_norm.weight" in stored,
+            "attention_k_eq_v": any(name.replace("attn_k", "attn_v") not in stored for name in keys),
+            "vocab_size_per_layer_input": stored.get("per_layer_token_embd.weight", embedding).shape[0],
             "eos_token_id": stop_token_ids(fields),
             "dtype": _dtype(stored),
             **rope_settings(metadata, stored, head_dim),
@@ -121,7 +122,6 @@ class Architecture:
             **{ours: metadata.count(name) for ours, name in self.counts.items()},
             **{ours: metadata.number(*stated) for ours, stated in self.numbers.items()},
             **self.more(metadata),
-            **self.of_tensors(stored),
         }
 
     def views(self, fields: Mapping[str, Any], stored: Mapping[str, GgufTensor]) -> Iterator[tuple[str, View]]:
@@ -548,7 +548,6 @@ ARCHITECTURES: dict[str, Architecture] = {
         counts={"global_head_dim": "attention.key_length", "head_dim": "attention.key_length_swa"},
         window_period=6,
         more=gemma4_settings,
-        of_tensors=gemma4_of_tensors,
     ),
     "llama4": Architecture("Llama4", _ATTENTION | _NORMS_BEFORE | _LLAMA4, counts=_LLAMA4_COUNTS, more=llama4_settings),
     "deepseek2": Architecture(
