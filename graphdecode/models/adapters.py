@@ -252,14 +252,13 @@ class AdapterSlots:
             (only,) = of_parts.values()
             return only.down.to(self.dtype).T.contiguous(), (only.up.float() * only.scale).to(self.dtype).T.contiguous()
         names = self.expert_names.get(place)
-        experts, begins = 1 if names is None else names.experts, [0]
-        for part in parts:
-            begins.append(begins[-1] + part.shape[0])
+        experts, rows = 1 if names is None else names.experts, [part.shape[0] for part in parts]
         down = torch.zeros(experts, len(parts), rank, parts[0].shape[1], dtype=self.dtype)
-        up = torch.zeros(experts, rank, begins[-1], dtype=self.dtype)
+        up = torch.zeros(experts, rank, sum(rows), dtype=self.dtype)
+        ups = up.split(rows, dim=-1)
         for (expert, at), own in of_parts.items():
             down[expert, at, : own.rank] = own.down
-            up[expert, : own.rank, begins[at] : begins[at + 1]] = (own.up.float() * own.scale).T
+            ups[at][expert, : own.rank] = (own.up.float() * own.scale).T
         return (down[0], up[0]) if names is None else (down, up)
 
 
