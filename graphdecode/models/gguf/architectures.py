@@ -39,6 +39,10 @@ ONE_ROW = ("ffn_gate_inp_shexp",)  # a vector in the file
 _NAMESAKES = {"Mistral": "Llama"}  # models of transformers that are called another one's in GGUF
 _CONVS = ("ssm_conv1d.weight", "shortconv.conv.weight")  # [channels, width] in the file
 _VECTORS = ("ssm_a", "ssm_d", "ssm_norm.weight")  # in rows in some files
+# without `.weight` in transformers
+_WITHOUT_ENDING = (
+    "attn_sinks", "exp_probs_b", "ffn_down_exps.scale", "ffn_gate_inp.scale", "layer_output_scale", "ssm_dt",
+)  # fmt: skip
 
 View = TensorView | JoinedView
 
@@ -62,7 +66,6 @@ class Architecture:
     prefix: str = "model.layers"  # what the names of a layer's tensors begin with
     outer: Mapping[str, str] = field(default_factory=lambda: OUTER)  # names of the tensors that no layer has
     interleaved_rope: bool = False  # rows of q and k: rotary pairs are adjacent, not half a head apart
-    without_ending: tuple[str, ...] = ()  # tensors without `.weight` in transformers
     norm_shift: float = 0.0  # what is added to the norms' stored gains
     reorders_values: bool = False  # value heads are in another order; see `_value_order`
     # transformers' names of matrices in several tensors of a layer -> the parts, given the metadata
@@ -137,7 +140,7 @@ class Architecture:
             known = f"{part}.{kind}" if f"{part}.{kind}" in self.layer else part
             if name.startswith("blk.") and layer.isdecimal() and known in self.layer:
                 whole = f"{self.prefix}.{layer}.{self.layer[known]}"
-                if known in self.without_ending and known != part:
+                if known in _WITHOUT_ENDING and known != part:
                     yield whole, TensorView(tensor, tensor.shape)
                 else:
                     yield from self._of_layer(metadata, tensor, (part, kind), whole)
@@ -164,7 +167,7 @@ class Architecture:
             yield f"{name}.{kind}", TensorView(tensor, (*tensor.shape[:-1], 1, tensor.shape[-1]), **order)
         elif part in ONE_ROW:
             yield f"{name}.{kind}", TensorView(tensor, (1, tensor.shape[-1]))
-        elif part in self.without_ending:
+        elif part in _WITHOUT_ENDING:
             yield name, TensorView(tensor, tensor.shape, **order)
         elif "{expert}" in name:
             halves = ("gate_proj", "up_proj") if name.endswith("gate_up_proj") else ("",)
@@ -297,7 +300,6 @@ def _ssm(module: str) -> dict[str, str]:
     return {part: f"{module}.{name}" for part, name in zip(_SSM_PARTS, _SSM, strict=True)}
 
 
-_SSM_WITHOUT_ENDING = ("ssm_dt",)
 _MAMBA2_OUTER = {"token_embd": "backbone.embeddings", "output_norm": "backbone.norm_f", "output": "lm_head"}
 _FALCON_H1 = {
     "attn_norm": "input_layernorm",
@@ -459,7 +461,6 @@ ARCHITECTURES: dict[str, Architecture] = {
     "gpt-oss": Architecture(
         "GptOss",
         _ATTENTION | _GPT_OSS | _EXPERTS | {"ffn_gate_inp": "mlp.router"},
-        without_ending=("attn_sinks",),
         counts=_LOCAL_COUNTS,
         window_period=2,
     ),
@@ -468,7 +469,6 @@ ARCHITECTURES: dict[str, Architecture] = {
         "GraniteMoeHybrid",
         _DENSE | _ssm("mamba"),
         interleaved_rope=True,
-        without_ending=_SSM_WITHOUT_ENDING,
         constants={"num_local_experts": 0},
         counts=_MAMBA2_COUNTS,
         numbers=_GRANITE_NUMBERS,
@@ -479,7 +479,6 @@ ARCHITECTURES: dict[str, Architecture] = {
         _ATTENTION | _FALCON_H1 | _ssm("mamba"),
         outer=OUTER | {"output_norm": "model.final_layernorm"},
         interleaved_rope=True,
-        without_ending=_SSM_WITHOUT_ENDING,
         counts=_MAMBA2_COUNTS,
         more=bamba_settings,
     ),
@@ -487,7 +486,6 @@ ARCHITECTURES: dict[str, Architecture] = {
         "FalconH1",
         _ATTENTION | _FALCON_H1 | _ssm("mamba"),
         outer=OUTER | {"output_norm": "model.final_layernorm"},
-        without_ending=_SSM_WITHOUT_ENDING,
         constants={"mamba_norm_before_gate": False},  # its multipliers are part of the weights
         counts=_MAMBA2_COUNTS,
     ),
@@ -496,7 +494,6 @@ ARCHITECTURES: dict[str, Architecture] = {
         {"attn_norm": "norm"} | _ssm("mixer"),
         prefix="backbone.layers",
         outer=_MAMBA2_OUTER,
-        without_ending=_SSM_WITHOUT_ENDING,
         constants={"head_dim": "auto"},
         counts=_STATE_COUNTS
         | {"mamba_d_ssm": "ssm.inner_size", "num_heads": "ssm.time_step_rank", "state_size": "ssm.state_size"},
@@ -507,7 +504,6 @@ ARCHITECTURES: dict[str, Architecture] = {
         _NEMOTRON_H | _ssm("mixer"),
         prefix="backbone.layers",
         outer=_MAMBA2_OUTER,
-        without_ending=_SSM_WITHOUT_ENDING,
         counts=_STATE_COUNTS | {"mamba_num_heads": "ssm.time_step_rank", "ssm_state_size": "ssm.state_size"},
         numbers={"layer_norm_epsilon": _EPS},
         more=nemotron_h_settings,
@@ -525,7 +521,6 @@ ARCHITECTURES: dict[str, Architecture] = {
         "Qwen3_5",
         _ATTENTION | _QK_NORMS | {"attn_norm": "input_layernorm"} | _MLP | _ssm("linear_attn") | _DELTA_NET,
         norm_shift=-1.0,
-        without_ending=_SSM_WITHOUT_ENDING,
         reorders_values=True,
         counts=_DELTA_NET_COUNTS,
         more=qwen35_settings,
@@ -534,7 +529,6 @@ ARCHITECTURES: dict[str, Architecture] = {
         "Qwen3Next",
         _ATTENTION | _QK_NORMS | _EXPERTS | _SHARED_EXPERT | _ssm("linear_attn") | _QWEN3_NEXT,
         norm_shift=-1.0,
-        without_ending=_SSM_WITHOUT_ENDING,
         joins=_qwen3_next_joins,
         counts=_SHARED_COUNTS | _DELTA_NET_COUNTS,
         more=qwen35_settings,
@@ -543,7 +537,6 @@ ARCHITECTURES: dict[str, Architecture] = {
         "Gemma4",
         _ATTENTION | _QK_NORMS | _NORMS_AROUND | _MLP | _GEMMA4,
         outer=OUTER | _GEMMA4_OUTER,
-        without_ending=("layer_output_scale", "ffn_gate_inp.scale", "ffn_down_exps.scale"),
         layers_differ=True,
         counts={"global_head_dim": "attention.key_length", "head_dim": "attention.key_length_swa"},
         window_period=6,
@@ -553,7 +546,6 @@ ARCHITECTURES: dict[str, Architecture] = {
     "deepseek2": Architecture(
         "DeepseekV2",
         _NORMS_BEFORE | _MLP | _EXPERTS | _DEEPSEEK,
-        without_ending=("exp_probs_b",),
         joins=_deepseek_joins,
         has_latent_keys=True,
         counts=_DEEPSEEK_COUNTS,
