@@ -16,9 +16,8 @@ from torch import Tensor
 from graphdecode.kernels.linear.quantized_linear import Numbers, QuantizedPanels, quantized_panels
 from graphdecode.kernels.linear.weight_tiles import WeightTiles, six_bit_words, tiled
 from graphdecode.linear.quantized_weight import QuantizedWeight
-from graphdecode.linear.weight_form import Shard
+from graphdecode.linear.weight_form import PLAIN_DTYPES, Shard
 
-_FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _LOW_NIBBLES = 0x0F0F0F0F0F0F0F0F  # in eight bytes
 _NON_LINEAR = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)  # IQ4_NL and IQ4_XS
 _FP4 = (0, 1, 2, 3, 4, 6, 8, 12)  # twice the values of e2m1, which makes them integers
@@ -55,8 +54,8 @@ def dequantize(stored: np.ndarray, block: BlockType) -> Tensor:
 
     They are float32 for what is stored in blocks, else of the stored type.
     """
-    if block.name in _FLOATS:
-        return torch.from_numpy(stored).view(_FLOATS[block.name])
+    if block.name in PLAIN_DTYPES:
+        return torch.from_numpy(stored).view(PLAIN_DTYPES[block.name])
     if block.name == "Q1_0":  # scale or -scale by each bit
         blocks = stored.reshape(-1, block.nbytes)
         scales = blocks[:, :2].copy().view(np.float16).astype(np.float32)

@@ -18,7 +18,7 @@ from graphdecode.errors import ArgumentError
 from graphdecode.linear.gguf_blocks import BLOCK_OF, GgufBlocks
 from graphdecode.linear.groups import GROUP_TYPES, Code, Groups, packed
 from graphdecode.linear.quantized_weight import QuantizedWeight
-from graphdecode.linear.weight_form import Shard, Stored, TensorSource
+from graphdecode.linear.weight_form import PLAIN_DTYPES, Shard, Stored, TensorSource
 from graphdecode.models.config import ModelConfig
 from graphdecode.models.family import family_of
 from graphdecode.models.gguf.quantize import quantized_blocks
@@ -174,8 +174,6 @@ _BLOCK_SCHEMES = {  # block types of products, and of the output layer; the seco
 }
 # values of `quantize` -> those of `forms.py`
 FORMS_OF: dict[str, str | None] = {**dict.fromkeys(GROUP_SCHEMES), **dict.fromkeys(_BLOCK_SCHEMES, "gguf")}
-# dtypes of plain weights, by safetensors' names
-PLAIN = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 class QuantizingSource:
@@ -229,7 +227,7 @@ def quantized_on_load(source: TensorSource, config: ModelConfig, name: str, grou
     family = family_of(config.architecture)
     stored, weight_map = family.weights_in(config, source.tensors), family.weights(config)
     names = {part.name for part in parts(stored)}
-    kinds = {source.tensors[name].dtype for name in names if name in source.tensors} - PLAIN.keys()
+    kinds = {source.tensors[name].dtype for name in names if name in source.tensors} - PLAIN_DTYPES.keys()
     if kinds & (GROUP_TYPES | BLOCK_OF.keys()):
         raise ArgumentError(f"quantize={name!r} is for plain weights, and these are {', '.join(sorted(kinds))} already")
     if stored != weight_map:
@@ -256,7 +254,7 @@ def quantized_on_load(source: TensorSource, config: ModelConfig, name: str, grou
 def plain_weight(source: TensorSource, name: str) -> Tensor:
     """Return a tensor of a source in its own dtype."""
     stored = source.tensors[name]
-    out = torch.empty(stored.shape, dtype=PLAIN.get(stored.dtype, torch.float32))
+    out = torch.empty(stored.shape, dtype=PLAIN_DTYPES.get(stored.dtype, torch.float32))
     source.read(name, out)
     return out
 
