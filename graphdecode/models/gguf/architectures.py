@@ -63,7 +63,6 @@ class Architecture:
     # GGUF's names of a layer's tensors, with an ending where it matters -> those of transformers; {expert} is each of a
     # stack
     layer: Mapping[str, str]
-    prefix: str = "model.layers"  # what the names of a layer's tensors begin with
     outer: Mapping[str, str] = field(default_factory=lambda: OUTER)  # names of the tensors that no layer has
     interleaved_rope: bool = False  # rows of q and k: rotary pairs are adjacent, not half a head apart
     norm_shift: float = 0.0  # what is added to the norms' stored gains
@@ -132,6 +131,7 @@ class Architecture:
         metadata = Metadata(fields)
         joins = self.joins(metadata)
         joined = {part for join in joins.values() for part in join.parts}
+        layers = f"{self.outer['token_embd'].partition('.')[0]}.layers"  # in transformers, beside the embedding
         for name, tensor in stored.items():
             place, _, kind = name.rpartition(".")
             layer, _, part = place.removeprefix("blk.").partition(".")
@@ -139,7 +139,7 @@ class Architecture:
                 part, kind = kind, ""
             known = f"{part}.{kind}" if f"{part}.{kind}" in self.layer else part
             if name.startswith("blk.") and layer.isdecimal() and known in self.layer:
-                whole = f"{self.prefix}.{layer}.{self.layer[known]}"
+                whole = f"{layers}.{layer}.{self.layer[known]}"
                 if known in _WITHOUT_ENDING and known != part:
                     yield whole, TensorView(tensor, tensor.shape)
                 else:
@@ -149,7 +149,7 @@ class Architecture:
                     names = [f"blk.{layer}.{own}.weight" for own in join.parts]
                     if name == names[0] and all(each in stored for each in names):
                         parts = tuple(TensorView(stored[each], stored[each].shape) for each in names)
-                        yield f"{self.prefix}.{layer}.{theirs}.weight", JoinedView(parts, join.join, join.keeps_rows)
+                        yield f"{layers}.{layer}.{theirs}.weight", JoinedView(parts, join.join, join.keeps_rows)
             elif place in self.outer:
                 yield f"{self.outer[place]}.{kind}", TensorView(tensor, tensor.shape, shift=self._shift(place))
             elif name not in ROPE_TENSORS:
@@ -492,7 +492,6 @@ ARCHITECTURES: dict[str, Architecture] = {
     "mamba2": Architecture(
         "Mamba2",
         {"attn_norm": "norm"} | _ssm("mixer"),
-        prefix="backbone.layers",
         outer=_MAMBA2_OUTER,
         constants={"head_dim": "auto"},
         counts=_STATE_COUNTS
@@ -502,7 +501,6 @@ ARCHITECTURES: dict[str, Architecture] = {
     "nemotron_h": Architecture(
         "NemotronH",
         _NEMOTRON_H | _ssm("mixer"),
-        prefix="backbone.layers",
         outer=_MAMBA2_OUTER,
         counts=_STATE_COUNTS | {"mamba_num_heads": "ssm.time_step_rank", "ssm_state_size": "ssm.state_size"},
         numbers={"layer_norm_epsilon": _EPS},
