@@ -269,7 +269,7 @@ def _parts_of_one(found: tuple[Part, ...], names: ExpertNames) -> tuple[Part, ..
     (stack,) = found
     axis = None if stack.split is None else stack.split - 1
     shape, runs = stack.shape[1:], stack.runs
-    if names.transposed:
+    if names.layout.transposed:
         shape, axis = shape[::-1], None if axis is None else 1 - axis
     if names.interleaves:
         runs = (Run(shape[0] // 2),) * 2
@@ -297,7 +297,7 @@ class _Stack(NamedTuple):
             is_old = version is None or str(version).startswith(("0.17.", "0.18."))
             if str(version).startswith(("0.19.", "0.20.")):
                 return None
-            if self.names.transposed or not is_old:
+            if self.names.layout.transposed or not is_old:
                 return found
         is_whole = found.down.shape[0] % experts == found.up.shape[-1] % experts == 0
         return found.transposed() if is_whole else found

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from graphdecode.errors import ArgumentError
+from graphdecode.linear.experts import StackLayout
 from graphdecode.linear.gguf_blocks import BLOCK_OF, GgufBlocks
 from graphdecode.linear.groups import GROUP_TYPES, Code, Groups, packed
 from graphdecode.linear.quantized_weight import QuantizedWeight
@@ -36,14 +37,11 @@ class _Piece(NamedTuple):
 class SeparateExperts:
     """A source whose stacked experts are read as one tensor per expert.
 
-    The source has the tensors of `stacked`, and is read as `separate`; see `ExpertNames` for the other arguments.
+    The source has the tensors of `stacked`, and is read as `separate`.
     """
 
-    def __init__(
-        self, source: TensorSource, stacked: WeightMap, separate: WeightMap, *, interleaved: bool, transposed: bool
-    ) -> None:
-        self._source = source
-        self._interleaved, self._transposed = interleaved, transposed
+    def __init__(self, source: TensorSource, stacked: WeightMap, separate: WeightMap, layout: StackLayout) -> None:
+        self._source, self._layout = source, layout
         self._pieces: dict[str, _Piece] = {}
         self._named: dict[str, str] = {}  # names in `separate` -> names in `stacked`, if only these differ
         for place, ours in separate.items():
@@ -71,11 +69,12 @@ class SeparateExperts:
         if piece is None:
             self._source.read(self._named.get(name, name), out, shard)
             return
-        if self._transposed:
+        if self._layout.transposed:
             own = out.new_empty((1, *self._source.tensors[piece.stack].shape[1:]))
             self._source.read(piece.stack, own, piece.expert)
             own = own.mT if own.ndim > 2 else own
-            own = own[:, piece.place :: piece.places] if self._interleaved else own.chunk(piece.places, 1)[piece.place]
+            interleaved = self._layout.interleaved
+            own = own[:, piece.place :: piece.places] if interleaved else own.chunk(piece.places, 1)[piece.place]
         else:
             own = out.new_empty((1, *piece.shape))
             self._source.read(piece.stack, own, Shard(piece.place, piece.places, 1, within=piece.expert))
@@ -231,8 +230,7 @@ def quantized_on_load(source: TensorSource, config: ModelConfig, name: str, grou
     if kinds & (GROUP_TYPES | BLOCK_OF.keys()):
         raise ArgumentError(f"quantize={name!r} is for plain weights, and these are {', '.join(sorted(kinds))} already")
     if stored != weight_map:
-        stack = {"interleaved": family.experts_interleaved, "transposed": family.experts_transposed}
-        source = SeparateExperts(source, stored, weight_map, **stack)
+        source = SeparateExperts(source, stored, weight_map, family.stack_layout)
     products = [
         part
         for place, found in weight_map.items()
