@@ -40,7 +40,7 @@ class PlainGguf(Gguf):
         super().__init__(model)
         config, architecture = self.config(), self.config().architecture
         family = family_of(architecture)
-        if family.experts_transposed or not (family.experts_separate or config.experts is None):
+        if family.stack_layout.transposed or not (family.experts_separate or config.experts is None):
             raise ArgumentError(f"{self.name}: the experts of {architecture} have another layout in folders")
         if self._architecture.has_states:
             raise ArgumentError(f"{self.name}: {architecture} has recurrent states, and is not written as a folder")

@@ -42,14 +42,20 @@ class Gate(NamedTuple):
     limit: float = 0.0
 
 
+class StackLayout(NamedTuple):
+    """How a stack holds the weights of experts; by default [experts, out_features, in_features], gate first."""
+
+    interleaved: bool = False  # gate and input alternate (gpt-oss)
+    transposed: bool = False  # [experts, in_features, out_features]
+
+
 class ExpertNames(NamedTuple):
     """The tensors of one product of all experts in a source."""
 
     weights: tuple[str, ...]  # of each expert in turn, to be fused along their rows; or one stack [experts, ...]
     experts: int  # number of experts
     is_gated: bool  # the first half of the outputs gates the second
-    interleaved: bool = False  # in stacks, gate and input alternate (gpt-oss)
-    transposed: bool = False  # stacks are [experts, in_features, out_features]
+    layout: StackLayout = StackLayout()  # of a stack
 
     @property
     def is_stack(self) -> bool:
@@ -59,7 +65,7 @@ class ExpertNames(NamedTuple):
     @property
     def interleaves(self) -> bool:
         """Whether gate and input alternate in this product."""
-        return self.interleaved and self.is_gated
+        return self.layout.interleaved and self.is_gated
 
     def of(self, expert: int) -> tuple[str, ...]:
         """Return the tensors of one expert, or the stack."""
@@ -87,7 +93,7 @@ def shape_of(source: TensorSource, names: ExpertNames) -> tuple[int, int, int]:
     """Return [experts, out_features, in_features]."""
     shapes = [source.tensors[name].shape for name in names.of(0)]
     rows, columns = sum(shape[-2] for shape in shapes), shapes[0][-1]
-    is_transposed = names.is_stack and names.transposed
+    is_transposed = names.is_stack and names.layout.transposed
     return (names.experts, columns, rows) if is_transposed else (names.experts, rows, columns)
 
 
@@ -101,7 +107,7 @@ def plain_weights(source: TensorSource, names: ExpertNames, options: FormOptions
         shape = source.tensors[name].shape[1:]
         stored = torch.empty((1, *shape), dtype=options.dtype, device=options.device)
         source.read(name, stored, Shard(expert, names.experts, 0))
-        own = stored[0].T if names.transposed else stored[0]
+        own = stored[0].T if names.layout.transposed else stored[0]
         yield torch.cat((own[::2], own[1::2])) if names.interleaves else own
 
 
@@ -246,6 +252,6 @@ def _halves_of(rows: int, names: ExpertNames) -> tuple[slice, ...]:
     """Return the rows of an expert's weight, or if gated of each half."""
     if not names.is_gated:
         return (slice(0, rows),)
-    if names.is_stack and names.interleaved:
+    if names.is_stack and names.layout.interleaved:
         return slice(0, rows, 2), slice(1, rows, 2)
     return slice(0, rows // 2), slice(rows // 2, rows)

@@ -9,13 +9,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from graphdecode.kernels.linear.quantized_linear import Numbers, QuantizedPanels, quantized_panels
 from graphdecode.kernels.linear.weight_tiles import WeightTiles, six_bit_words, tiled
 from graphdecode.linear.quantized_weight import QuantizedWeight
-from graphdecode.linear.weight_form import Shard
+from graphdecode.linear.weight_form import PLAIN_DTYPES, Shard
 
 _LOW_NIBBLES = 0x0F0F0F0F0F0F0F0F  # in eight bytes
 _NON_LINEAR = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)  # IQ4_NL and IQ4_XS
@@ -46,6 +47,23 @@ _DESCRIBED: dict[int, tuple[str, int, int]] = {
 }  # fmt: skip
 BLOCK_TYPES = {number: BlockType(*described) for number, described in sorted(_DESCRIBED.items())}
 BLOCK_OF = {block.name: block for block in BLOCK_TYPES.values()}
+
+
+def dequantize(stored: np.ndarray, block: BlockType) -> Tensor:
+    """Return the values of whole blocks, uint8 [rows, bytes of a row]: [rows, values of a row].
+
+    They are float32 for what is stored in blocks, else of the stored type.
+    """
+    if block.name in PLAIN_DTYPES:
+        return torch.from_numpy(stored).view(PLAIN_DTYPES[block.name])
+    if block.name == "Q1_0":  # scale or -scale by each bit
+        blocks = stored.reshape(-1, block.nbytes)
+        scales = blocks[:, :2].copy().view(np.float16).astype(np.float32)
+        signs = np.unpackbits(blocks[:, 2:], axis=1, bitorder="little") * np.float32(2) - np.float32(1)
+        return torch.from_numpy((scales * signs).reshape(len(stored), -1))
+    import gguf.quants  # models of other formats do not need it
+
+    return torch.from_numpy(gguf.quants.dequantize(stored, gguf.GGMLQuantizationType[block.name]))
 
 
 class _Layout(NamedTuple):
@@ -197,6 +215,9 @@ class GgufBlocks(QuantizedWeight):
     @property
     def kind(self) -> str:
         return self.block_type
+
+    def dequantized(self) -> Tensor:
+        return dequantize(self.stored.numpy(), BLOCK_OF[self.block_type])
 
     def rows(self, rows: slice) -> GgufBlocks:
         return replace(self, stored=self.stored[rows])

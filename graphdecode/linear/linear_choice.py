@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
-from importlib import metadata
 from pathlib import Path
 from statistics import geometric_mean
 from typing import Any, Self
@@ -18,6 +17,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from graphdecode.extensions import version_of
 from graphdecode.kernels import native
 from graphdecode.kernels.linear.small_linear import MOST_ROWS, SmallLinearConfig
 from graphdecode.kernels.native.instructions import instructions
@@ -40,16 +40,12 @@ def processor_name(device: torch.device) -> str:
 
 def software() -> str:
     """Return the software that measurements depend on: versions of torch and Triton, and a hash of the sources."""
-    try:
-        triton_version = metadata.version("triton")
-    except metadata.PackageNotFoundError:
-        triton_version = "none"
     source = hashlib.sha256()
     kernels = Path(native.__file__).parents[1]
     for folder in (Path(__file__).parent, *(kernels / name for name in ("linear", "moe", "native"))):
         for file in sorted(folder.glob("*.[pch]*")):
             source.update(file.read_bytes())
-    return f"torch {torch.__version__}, triton {triton_version}, source {source.hexdigest()[:12]}"
+    return f"torch {torch.__version__}, triton {version_of('triton')}, source {source.hexdigest()[:12]}"
 
 
 class ChoiceCache:

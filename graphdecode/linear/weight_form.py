@@ -20,6 +20,8 @@ from graphdecode.kernels.model.embedding import quantized_embedding, tiled_embed
 from graphdecode.linear.linear_choice import LinearChoice, LinearTuner
 from graphdecode.linear.small_linear_timing import FusedForm
 
+# dtypes of plain weights, by safetensors' names
+PLAIN_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 ROWS_AT_ONCE = 512  # most rows of a fused product, which its workspace limits
 
 

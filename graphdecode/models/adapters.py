@@ -252,14 +252,13 @@ class AdapterSlots:
             (only,) = of_parts.values()
             return only.down.to(self.dtype).T.contiguous(), (only.up.float() * only.scale).to(self.dtype).T.contiguous()
         names = self.expert_names.get(place)
-        experts, begins = 1 if names is None else names.experts, [0]
-        for part in parts:
-            begins.append(begins[-1] + part.shape[0])
+        experts, rows = 1 if names is None else names.experts, [part.shape[0] for part in parts]
         down = torch.zeros(experts, len(parts), rank, parts[0].shape[1], dtype=self.dtype)
-        up = torch.zeros(experts, rank, begins[-1], dtype=self.dtype)
+        up = torch.zeros(experts, rank, sum(rows), dtype=self.dtype)
+        ups = up.split(rows, dim=-1)
         for (expert, at), own in of_parts.items():
             down[expert, at, : own.rank] = own.down
-            up[expert, : own.rank, begins[at] : begins[at + 1]] = (own.up.float() * own.scale).T
+            ups[at][expert, : own.rank] = (own.up.float() * own.scale).T
         return (down[0], up[0]) if names is None else (down, up)
 
 
@@ -270,7 +269,7 @@ def _parts_of_one(found: tuple[Part, ...], names: ExpertNames) -> tuple[Part, ..
     (stack,) = found
     axis = None if stack.split is None else stack.split - 1
     shape, runs = stack.shape[1:], stack.runs
-    if names.transposed:
+    if names.layout.transposed:
         shape, axis = shape[::-1], None if axis is None else 1 - axis
     if names.interleaves:
         runs = (Run(shape[0] // 2),) * 2
@@ -298,7 +297,7 @@ class _Stack(NamedTuple):
             is_old = version is None or str(version).startswith(("0.17.", "0.18."))
             if str(version).startswith(("0.19.", "0.20.")):
                 return None
-            if self.names.transposed or not is_old:
+            if self.names.layout.transposed or not is_old:
                 return found
         is_whole = found.down.shape[0] % experts == found.up.shape[-1] % experts == 0
         return found.transposed() if is_whole else found

@@ -10,6 +10,7 @@ import torch
 
 from graphdecode.errors import ArgumentError, shown
 from graphdecode.extensions import BRING_YOUR_OWN, EntryPoints, refuse_taken
+from graphdecode.linear.experts import StackLayout
 from graphdecode.linear.weight_form import Stored
 from graphdecode.linear.wrapped import Gathered
 from graphdecode.models.blocks import Head, Layer, Stem
@@ -25,9 +26,7 @@ class Family(ABC):
 
     architecture: ClassVar[str]  # Hugging Face's name in config.json
     norm_offset: ClassVar[float] = 0.0  # added to all norm weights; 1 if checkpoints store `weight - 1`
-    # layout of stacked experts; see `ExpertNames`
-    experts_interleaved: ClassVar[bool] = False
-    experts_transposed: ClassVar[bool] = False
+    stack_layout: ClassVar[StackLayout] = StackLayout()  # of stacked experts
     experts_separate: ClassVar[bool] = True  # whether transformers reads a tensor for each expert, too
 
     @abstractmethod

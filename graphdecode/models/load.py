@@ -29,7 +29,7 @@ from graphdecode.linear.groups import GROUP_TYPES, KEPT_GROUPS
 from graphdecode.linear.kept import KeptPanels
 from graphdecode.linear.linear_choice import ChoiceCache, LinearTuner
 from graphdecode.linear.tiles import KeptTiles
-from graphdecode.linear.weight_form import FormOptions, LinearNames, Stored, TensorSource
+from graphdecode.linear.weight_form import PLAIN_DTYPES, FormOptions, LinearNames, Stored, TensorSource
 from graphdecode.memory import advise, storage_spans
 from graphdecode.models.adapters import AdapterSlots
 from graphdecode.models.checkpoint import Checkpoint
@@ -40,7 +40,7 @@ from graphdecode.models.fields import read_json
 from graphdecode.models.gguf.source import Gguf
 from graphdecode.models.model import Model
 from graphdecode.models.quantized.methods import METHODS
-from graphdecode.models.quantized.on_load import FORMS_OF, PLAIN, QuantizingSource, quantized_on_load
+from graphdecode.models.quantized.on_load import FORMS_OF, QuantizingSource, quantized_on_load
 from graphdecode.models.shapes import RandomWeights
 from graphdecode.models.split import SplitSource, split_config
 from graphdecode.models.transformers_backend import AdoptedConfig, AdoptedFolder
@@ -448,7 +448,7 @@ def _quantizing(
     """Return a source that quantizes weights on load; None if `quantize` does not need one."""
     if quantize is not None and options.quantize != quantize:
         quantizing = quantized_on_load(source, config, quantize, group_size)
-        kinds = {stored.dtype: name for name, stored in quantizing.tensors.items() if stored.dtype not in PLAIN}
+        kinds = {stored.dtype: name for name, stored in quantizing.tensors.items() if stored.dtype not in PLAIN_DTYPES}
         for kind, name in kinds.items():  # without a form, it would be dequantized again
             if quantized_form(quantizing, LinearNames((name,)), options) is None:
                 where = options.device.type

@@ -11,15 +11,14 @@ from torch import Tensor
 
 from graphdecode.errors import ArgumentError, shown
 from graphdecode.linear.quantized_weight import QuantizedWeight
-from graphdecode.linear.weight_form import Shard, Stored, TensorSource
+from graphdecode.linear.weight_form import PLAIN_DTYPES, Shard, Stored, TensorSource
 from graphdecode.models.config import ModelShape
 from graphdecode.models.decoder import Decoder
 from graphdecode.models.model import Model
-from graphdecode.models.quantized.on_load import PLAIN
 from graphdecode.models.weight_map import CheckpointError
 
 NamedTensors = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
-_KINDS = {dtype: kind for kind, dtype in PLAIN.items()}
+_KINDS = {dtype: kind for kind, dtype in PLAIN_DTYPES.items()}
 _MAY_DIFFER = ("dtype", "integer_quantized")  # configuration fields that say how weights are stored
 _NOT_LAYOUT = ("choices", "config")  # fields of forms with measurements, which may differ between runs
 
@@ -35,7 +34,7 @@ class ReplacedTensors:
         self.tensors: dict[str, Stored] = {**source.tensors}
         for name, tensor in given.items():
             kind, held = _KINDS.get(tensor.dtype, str(tensor.dtype)), source.tensors.get(name)
-            kind = held.dtype if held is not None and {held.dtype, kind} <= PLAIN.keys() else kind
+            kind = held.dtype if held is not None and {held.dtype, kind} <= PLAIN_DTYPES.keys() else kind
             self.tensors[name] = Stored((*tensor.shape,), kind)
 
     def __getattr__(self, name: str) -> Any:
@@ -94,7 +93,7 @@ def check_stored(held: TensorSource, other: TensorSource) -> None:
         (shape, kind), (other_shape, other_kind) = held.tensors[name], other.tensors[name]
         if shape != other_shape:
             raise ArgumentError(f"weights: {name} is {[*other_shape]}, and the model's is {[*shape]}")
-        if kind != other_kind and not {kind, other_kind} <= PLAIN.keys():
+        if kind != other_kind and not {kind, other_kind} <= PLAIN_DTYPES.keys():
             raise ArgumentError(f"weights: {name} is stored as {other_kind}, and the model's as {kind}")
 
 

@@ -7,9 +7,8 @@ from typing import NamedTuple
 from graphdecode.errors import GraphdecodeError
 from graphdecode.linear.gguf_blocks import BLOCK_OF
 from graphdecode.linear.groups import GROUP_TYPES
-from graphdecode.linear.weight_form import Stored
+from graphdecode.linear.weight_form import PLAIN_DTYPES, Stored
 
-_FLOATS = ("F64", "F32", "F16", "BF16")  # safetensors' dtypes of plain weights
 _IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)  # in older checkpoints; derived from the configuration
 
 
@@ -79,9 +78,9 @@ def check(name: str, tensors: Mapping[str, Stored], weight_map: WeightMap, unuse
             if found.shape != expected[name]
         ),
         "of an unsupported type": _by_layers(
-            (name, f"is {found.dtype} and should be one of {', '.join(_FLOATS)}")
+            (name, f"is {found.dtype} and should be one of {', '.join(PLAIN_DTYPES)}")
             for name, found in there.items()
-            if found.dtype not in {*_FLOATS, *BLOCK_OF, *GROUP_TYPES}
+            if found.dtype not in {*PLAIN_DTYPES, *BLOCK_OF, *GROUP_TYPES}
         ),
     }
     named = "; ".join(f"{kind}: {', '.join(names)}" for kind, names in faults.items() if names)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from graphdecode.distributed import Collectives
 from graphdecode.linear.adapted import AdaptedEmbedding
-from graphdecode.linear.experts import ExpertForm, ExpertNames, PlainExperts
+from graphdecode.linear.experts import ExpertForm, ExpertNames, PlainExperts, StackLayout
 from graphdecode.linear.forms import load_experts, load_linear, quantized_form, tied_linear
 from graphdecode.linear.plain import Plain
 from graphdecode.linear.small_linear_timing import FUSED_FORMS, FusedForm
@@ -91,22 +91,14 @@ class Weights:
         parts = (Part("lm_head.weight", form.shape),)
         return form if self.adapters is None else self.adapters.wrap(form, "lm_head", parts)
 
-    def experts(
-        self,
-        place: str,
-        experts: ExpertsConfig,
-        *,
-        is_gated: bool,
-        interleaved: bool = False,
-        transposed: bool = False,
-    ) -> ExpertForm:
+    def experts(self, place: str, experts: ExpertsConfig, layout: StackLayout, *, is_gated: bool) -> ExpertForm:
         """Return the product of all experts, with its bias if the map has one; see `ExpertNames`.
 
         `place` has the parts of each expert in turn, or one stack.
         """
-        names = ExpertNames(self._names(place), experts.count, is_gated, interleaved, transposed)
+        names = ExpertNames(self._names(place), experts.count, is_gated, layout)
         bias = self.tensor(f"{place}.bias").view(experts.count, -1) if f"{place}.bias" in self._map else None
-        if bias is not None and names.is_stack and is_gated and interleaved:
+        if bias is not None and names.is_stack and names.interleaves:
             bias = torch.cat((bias[:, ::2], bias[:, 1::2]), dim=1)
         form = load_experts(self._source, names, bias, self._options)
         return form if self.adapters is None else self.adapters.wrap_experts(form, place, names)

@@ -82,7 +82,7 @@ def test_another_machine_or_version_is_timed_anew(tmp_path, timings, monkeypatch
     if name == "torch":
         monkeypatch.setattr(torch, "__version__", "99.0")
     elif name == "triton":
-        monkeypatch.setattr(linear_choice.metadata, "version", lambda _: "99.0")
+        monkeypatch.setattr(linear_choice, "version_of", lambda _: "99.0")
     elif name == "source":
         copy = tmp_path / "kernels"
         copy.mkdir()

@@ -302,17 +302,14 @@ class Glm4MoeLite(DeepseekV3):
     """GLM-4.7-Flash's decoder."""
 
     architecture = "Glm4MoeLiteForCausalLM"
-    defaults: ClassVar[dict[str, Any]] = {
+    defaults: ClassVar[dict[str, Any]] = DeepseekV3.defaults | {
         "max_position_embeddings": 202752,
-        "n_shared_experts": 1,
         "n_routed_experts": 64,
         "routed_scaling_factor": 1.8,
         "n_group": 1,
         "topk_group": 1,
         "num_experts_per_tok": 4,
-        "norm_topk_prob": True,
         "rms_norm_eps": 1e-5,
-        "rope_interleave": True,
     }
 
     def sparse_layers(self, settings: dict[str, Any], layers: int) -> tuple[bool, ...]:

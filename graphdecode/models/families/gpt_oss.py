@@ -3,6 +3,7 @@
 from dataclasses import replace
 from typing import Any, ClassVar
 
+from graphdecode.linear.experts import StackLayout
 from graphdecode.models.blocks import Attention
 from graphdecode.models.config import ExpertsConfig, ModelConfig, number
 from graphdecode.models.families.sparse import Sparse, experts_everywhere
@@ -14,7 +15,7 @@ class GptOss(Sparse):
     """gpt-oss; experts' gates and inputs are interleaved."""
 
     architecture = "GptOssForCausalLM"
-    experts_interleaved = experts_transposed = True
+    stack_layout = StackLayout(interleaved=True, transposed=True)
     router = "router"
     has_biases = True
     window_period = 2

@@ -61,10 +61,8 @@ class Hybrid(Llama):
 class Mamba2Hybrid(Hybrid):
     """A hybrid with Mamba2 mixers."""
 
-    mixer_prefix: ClassVar[str] = "mamba."  # prefix of the mixer's tensors within a layer
-
     def mixer_weights(self, config: ModelConfig, at: str, name: str) -> WeightMap:
-        return mamba2_weights(config, at, f"{name}{self.mixer_prefix}")
+        return mamba2_weights(config, at, f"{name}mamba.")
 
     def recurrent_mixer(self, config: ModelConfig, weights: Weights, at: str) -> Mixer:
         return mamba2_mixer(config, weights, at)

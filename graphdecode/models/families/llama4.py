@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from graphdecode.errors import shown
+from graphdecode.linear.experts import StackLayout
 from graphdecode.models.blocks import Attention, Norm, ResidualStream, Routing, SparseMlp
 from graphdecode.models.config import ModelConfig, UnsupportedModelError, count, flag, layer_windows, number
 from graphdecode.models.families.hybrid import renamed
@@ -69,7 +70,7 @@ class Llama4(Sparse):
     biases = ATTENTION_BIASES
     mlp = stacked_mlp = "feed_forward."
     router = "router"
-    experts_transposed = True
+    stack_layout = StackLayout(transposed=True)
     gates_shared_expert = False
     block = InputScaledMlp
     defaults: ClassVar[dict[str, Any]] = {

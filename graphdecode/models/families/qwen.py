@@ -62,14 +62,12 @@ class Qwen3Moe(Sparse, Qwen3):
     """Qwen 3, with experts."""
 
     architecture = "Qwen3MoeForCausalLM"
-    defaults: ClassVar[dict[str, Any]] = {
+    defaults: ClassVar[dict[str, Any]] = Qwen2.defaults | {
         "decoder_sparse_step": 1,
-        "max_position_embeddings": 32768,
         "moe_intermediate_size": 768,
         "num_experts": 128,
         "num_experts_per_tok": 8,
         "num_key_value_heads": 4,
-        "sliding_window": 4096,
     }
 
     def windows(self, settings: dict[str, Any], layers: int) -> tuple[int, ...]:

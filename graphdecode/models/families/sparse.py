@@ -83,12 +83,11 @@ class Sparse(Llama):
 
     def expert_block(self, config: ModelConfig, weights: Weights, at: str) -> Experts:
         """Return the experts of the layer at prefix `at`."""
-        experts = experts_of(config)
-        stack = {"interleaved": self.experts_interleaved, "transposed": self.experts_transposed}
+        experts, layout = experts_of(config), self.stack_layout
         clamped = Gate("swiglu_clamped", experts.alpha, experts.limit)
         return Experts(
-            gate_up=weights.experts(f"{at}experts.gate_up", experts, is_gated=True, **stack),
-            down=weights.experts(f"{at}experts.down", experts, is_gated=False, **stack),
+            gate_up=weights.experts(f"{at}experts.gate_up", experts, layout, is_gated=True),
+            down=weights.experts(f"{at}experts.down", experts, layout, is_gated=False),
             count=experts.count,
             top_k=experts.top_k,
             width=experts.intermediate_size,
@@ -123,8 +122,8 @@ class Sparse(Llama):
         width, halves = experts.intermediate_size, (Run(experts.intermediate_size),) * 2
         gate_up, down = (2 * width, hidden), (hidden, width)
         for name, own, shape, split in zip(("gate_up", "down"), self.stacks, (gate_up, down), (0, 1), strict=True):
-            runs = halves if split == 0 and not self.experts_interleaved else ()
-            stored, axis = (shape[::-1], 1 - split) if self.experts_transposed else (shape, split)
+            runs = halves if split == 0 and not self.stack_layout.interleaved else ()
+            stored, axis = (shape[::-1], 1 - split) if self.stack_layout.transposed else (shape, split)
             places[f"{at}{name}"] = (Part(f"{mlp}{own}", (experts.count, *stored), axis + 1, runs),)
             if self.has_biases:
                 bias = Part(f"{mlp}{own}_bias", (experts.count, shape[0]), None if split else 1, runs, split == 1)

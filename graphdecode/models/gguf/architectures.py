@@ -20,7 +20,6 @@ from graphdecode.models.gguf.settings import (
     Settings,
     bamba_settings,
     deepseek_settings,
-    gemma4_of_tensors,
     gemma4_settings,
     gemma_settings,
     granite_hybrid_settings,
@@ -40,6 +39,10 @@ ONE_ROW = ("ffn_gate_inp_shexp",)  # a vector in the file
 _NAMESAKES = {"Mistral": "Llama"}  # models of transformers that are called another one's in GGUF
 _CONVS = ("ssm_conv1d.weight", "shortconv.conv.weight")  # [channels, width] in the file
 _VECTORS = ("ssm_a", "ssm_d", "ssm_norm.weight")  # in rows in some files
+# without `.weight` in transformers
+_WITHOUT_ENDING = (
+    "attn_sinks", "exp_probs_b", "ffn_down_exps.scale", "ffn_gate_inp.scale", "layer_output_scale", "ssm_dt",
+)  # fmt: skip
 
 View = TensorView | JoinedView
 
@@ -60,10 +63,8 @@ class Architecture:
     # GGUF's names of a layer's tensors, with an ending where it matters -> those of transformers; {expert} is each of a
     # stack
     layer: Mapping[str, str]
-    prefix: str = "model.layers"  # what the names of a layer's tensors begin with
     outer: Mapping[str, str] = field(default_factory=lambda: OUTER)  # names of the tensors that no layer has
     interleaved_rope: bool = False  # rows of q and k: rotary pairs are adjacent, not half a head apart
-    without_ending: tuple[str, ...] = ()  # tensors without `.weight` in transformers
     norm_shift: float = 0.0  # what is added to the norms' stored gains
     reorders_values: bool = False  # value heads are in another order; see `_value_order`
     # transformers' names of matrices in several tensors of a layer -> the parts, given the metadata
@@ -77,7 +78,6 @@ class Architecture:
     numbers: Mapping[str, tuple[str, float | None]] = field(default_factory=dict)
     window_period: int = 0  # by default each such layer sees all tokens, the others a window; 0: no windows
     more: Callable[[Metadata], Settings] = field(default=lambda metadata: {})
-    of_tensors: Callable[[Mapping[str, GgufTensor]], Settings] = field(default=lambda stored: {})  # what tensors say
 
     @property
     def has_states(self) -> bool:
@@ -98,9 +98,10 @@ class Architecture:
             )
         _check_counts(metadata, stored)
         _check_experts(stored)
+        embedding, keys = stored["token_embd.weight"], [name for name in stored if name.endswith(".attn_k.weight")]
         return {
             "architectures": [f"{self.name}ForCausalLM"],
-            "vocab_size": stored["token_embd.weight"].shape[0],
+            "vocab_size": embedding.shape[0],
             "hidden_size": hidden,
             "intermediate_size": counted("feed_forward_length") or 1,
             "num_hidden_layers": layers,
@@ -113,6 +114,8 @@ class Architecture:
             "attention_bias": "blk.0.attn_q.bias" in stored,
             "mlp_bias": "blk.0.ffn_up.bias" in stored,
             "mamba_rms_norm": "blk.0.ssm_norm.weight" in stored,
+            "attention_k_eq_v": any(name.replace("attn_k", "attn_v") not in stored for name in keys),
+            "vocab_size_per_layer_input": stored.get("per_layer_token_embd.weight", embedding).shape[0],
             "eos_token_id": stop_token_ids(fields),
             "dtype": _dtype(stored),
             **rope_settings(metadata, stored, head_dim),
@@ -121,7 +124,6 @@ class Architecture:
             **{ours: metadata.count(name) for ours, name in self.counts.items()},
             **{ours: metadata.number(*stated) for ours, stated in self.numbers.items()},
             **self.more(metadata),
-            **self.of_tensors(stored),
         }
 
     def views(self, fields: Mapping[str, Any], stored: Mapping[str, GgufTensor]) -> Iterator[tuple[str, View]]:
@@ -129,6 +131,7 @@ class Architecture:
         metadata = Metadata(fields)
         joins = self.joins(metadata)
         joined = {part for join in joins.values() for part in join.parts}
+        layers = f"{self.outer['token_embd'].partition('.')[0]}.layers"  # in transformers, beside the embedding
         for name, tensor in stored.items():
             place, _, kind = name.rpartition(".")
             layer, _, part = place.removeprefix("blk.").partition(".")
@@ -136,8 +139,8 @@ class Architecture:
                 part, kind = kind, ""
             known = f"{part}.{kind}" if f"{part}.{kind}" in self.layer else part
             if name.startswith("blk.") and layer.isdecimal() and known in self.layer:
-                whole = f"{self.prefix}.{layer}.{self.layer[known]}"
-                if known in self.without_ending and known != part:
+                whole = f"{layers}.{layer}.{self.layer[known]}"
+                if known in _WITHOUT_ENDING and known != part:
                     yield whole, TensorView(tensor, tensor.shape)
                 else:
                     yield from self._of_layer(metadata, tensor, (part, kind), whole)
@@ -146,7 +149,7 @@ class Architecture:
                     names = [f"blk.{layer}.{own}.weight" for own in join.parts]
                     if name == names[0] and all(each in stored for each in names):
                         parts = tuple(TensorView(stored[each], stored[each].shape) for each in names)
-                        yield f"{self.prefix}.{layer}.{theirs}.weight", JoinedView(parts, join.join, join.keeps_rows)
+                        yield f"{layers}.{layer}.{theirs}.weight", JoinedView(parts, join.join, join.keeps_rows)
             elif place in self.outer:
                 yield f"{self.outer[place]}.{kind}", TensorView(tensor, tensor.shape, shift=self._shift(place))
             elif name not in ROPE_TENSORS:
@@ -164,7 +167,7 @@ class Architecture:
             yield f"{name}.{kind}", TensorView(tensor, (*tensor.shape[:-1], 1, tensor.shape[-1]), **order)
         elif part in ONE_ROW:
             yield f"{name}.{kind}", TensorView(tensor, (1, tensor.shape[-1]))
-        elif part in self.without_ending:
+        elif part in _WITHOUT_ENDING:
             yield name, TensorView(tensor, tensor.shape, **order)
         elif "{expert}" in name:
             halves = ("gate_proj", "up_proj") if name.endswith("gate_up_proj") else ("",)
@@ -297,7 +300,6 @@ def _ssm(module: str) -> dict[str, str]:
     return {part: f"{module}.{name}" for part, name in zip(_SSM_PARTS, _SSM, strict=True)}
 
 
-_SSM_WITHOUT_ENDING = ("ssm_dt",)
 _MAMBA2_OUTER = {"token_embd": "backbone.embeddings", "output_norm": "backbone.norm_f", "output": "lm_head"}
 _FALCON_H1 = {
     "attn_norm": "input_layernorm",
@@ -459,7 +461,6 @@ ARCHITECTURES: dict[str, Architecture] = {
     "gpt-oss": Architecture(
         "GptOss",
         _ATTENTION | _GPT_OSS | _EXPERTS | {"ffn_gate_inp": "mlp.router"},
-        without_ending=("attn_sinks",),
         counts=_LOCAL_COUNTS,
         window_period=2,
     ),
@@ -468,7 +469,6 @@ ARCHITECTURES: dict[str, Architecture] = {
         "GraniteMoeHybrid",
         _DENSE | _ssm("mamba"),
         interleaved_rope=True,
-        without_ending=_SSM_WITHOUT_ENDING,
         constants={"num_local_experts": 0},
         counts=_MAMBA2_COUNTS,
         numbers=_GRANITE_NUMBERS,
@@ -479,7 +479,6 @@ ARCHITECTURES: dict[str, Architecture] = {
         _ATTENTION | _FALCON_H1 | _ssm("mamba"),
         outer=OUTER | {"output_norm": "model.final_layernorm"},
         interleaved_rope=True,
-        without_ending=_SSM_WITHOUT_ENDING,
         counts=_MAMBA2_COUNTS,
         more=bamba_settings,
     ),
@@ -487,16 +486,13 @@ ARCHITECTURES: dict[str, Architecture] = {
         "FalconH1",
         _ATTENTION | _FALCON_H1 | _ssm("mamba"),
         outer=OUTER | {"output_norm": "model.final_layernorm"},
-        without_ending=_SSM_WITHOUT_ENDING,
         constants={"mamba_norm_before_gate": False},  # its multipliers are part of the weights
         counts=_MAMBA2_COUNTS,
     ),
     "mamba2": Architecture(
         "Mamba2",
         {"attn_norm": "norm"} | _ssm("mixer"),
-        prefix="backbone.layers",
         outer=_MAMBA2_OUTER,
-        without_ending=_SSM_WITHOUT_ENDING,
         constants={"head_dim": "auto"},
         counts=_STATE_COUNTS
         | {"mamba_d_ssm": "ssm.inner_size", "num_heads": "ssm.time_step_rank", "state_size": "ssm.state_size"},
@@ -505,9 +501,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "nemotron_h": Architecture(
         "NemotronH",
         _NEMOTRON_H | _ssm("mixer"),
-        prefix="backbone.layers",
         outer=_MAMBA2_OUTER,
-        without_ending=_SSM_WITHOUT_ENDING,
         counts=_STATE_COUNTS | {"mamba_num_heads": "ssm.time_step_rank", "ssm_state_size": "ssm.state_size"},
         numbers={"layer_norm_epsilon": _EPS},
         more=nemotron_h_settings,
@@ -525,7 +519,6 @@ ARCHITECTURES: dict[str, Architecture] = {
         "Qwen3_5",
         _ATTENTION | _QK_NORMS | {"attn_norm": "input_layernorm"} | _MLP | _ssm("linear_attn") | _DELTA_NET,
         norm_shift=-1.0,
-        without_ending=_SSM_WITHOUT_ENDING,
         reorders_values=True,
         counts=_DELTA_NET_COUNTS,
         more=qwen35_settings,
@@ -534,7 +527,6 @@ ARCHITECTURES: dict[str, Architecture] = {
         "Qwen3Next",
         _ATTENTION | _QK_NORMS | _EXPERTS | _SHARED_EXPERT | _ssm("linear_attn") | _QWEN3_NEXT,
         norm_shift=-1.0,
-        without_ending=_SSM_WITHOUT_ENDING,
         joins=_qwen3_next_joins,
         counts=_SHARED_COUNTS | _DELTA_NET_COUNTS,
         more=qwen35_settings,
@@ -543,18 +535,15 @@ ARCHITECTURES: dict[str, Architecture] = {
         "Gemma4",
         _ATTENTION | _QK_NORMS | _NORMS_AROUND | _MLP | _GEMMA4,
         outer=OUTER | _GEMMA4_OUTER,
-        without_ending=("layer_output_scale", "ffn_gate_inp.scale", "ffn_down_exps.scale"),
         layers_differ=True,
         counts={"global_head_dim": "attention.key_length", "head_dim": "attention.key_length_swa"},
         window_period=6,
         more=gemma4_settings,
-        of_tensors=gemma4_of_tensors,
     ),
     "llama4": Architecture("Llama4", _ATTENTION | _NORMS_BEFORE | _LLAMA4, counts=_LLAMA4_COUNTS, more=llama4_settings),
     "deepseek2": Architecture(
         "DeepseekV2",
         _NORMS_BEFORE | _MLP | _EXPERTS | _DEEPSEEK,
-        without_ending=("exp_probs_b",),
         joins=_deepseek_joins,
         has_latent_keys=True,
         counts=_DEEPSEEK_COUNTS,

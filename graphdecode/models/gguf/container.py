@@ -19,10 +19,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from graphdecode.linear.gguf_blocks import BLOCK_TYPES, BlockType
+from graphdecode.linear.gguf_blocks import BLOCK_TYPES, BlockType, dequantize
 from graphdecode.linear.weight_form import Shard
 from graphdecode.models.config import UnsupportedModelError
-from graphdecode.models.gguf.quantize import dequantize
 from graphdecode.models.source import refuse_pointer
 from graphdecode.models.weight_map import CheckpointError
 

@@ -1,40 +1,19 @@
-"""Weights to blocks of GGUF and back.
+"""Weights to blocks of GGUF.
 
-The package `gguf` dequantizes all types but Q1_0, and makes Q8_0. Made here are Q4_K and Q6_K, which it lacks, and
-Q5_0, for which it does not search scales. Scales are searched as in ggml: those of the least error of several are
-taken, and codes are rounded with the stored scales. Layouts are those of ggml's `ggml-common.h`.
+The package `gguf` makes Q8_0. Made here are Q4_K and Q6_K, which it lacks, and Q5_0, for which it does not search
+scales. Scales are searched as in ggml: those of the least error of several are taken, and codes are rounded with the
+stored scales. Layouts are those of ggml's `ggml-common.h`.
 """
 
 from collections.abc import Callable
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from graphdecode.linear.gguf_blocks import BlockType
-
-_FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _VALUES_AT_ONCE = 1 << 21  # to quantize, which needs some tens of MB of temporary memory
 _SUPER_BLOCK = 256
 _MOVES = (-0.75, -0.5, -0.25, 0.0, 0.25, 0.5, 0.75)  # added to the largest code, for candidate scales
 _LEAST = 1e-15
-
-
-def dequantize(stored: np.ndarray, block: BlockType) -> Tensor:
-    """Return the values of whole blocks, uint8 [rows, bytes of a row]: [rows, values of a row].
-
-    They are float32 for what is stored in blocks, else of the stored type.
-    """
-    if block.name in _FLOATS:
-        return torch.from_numpy(stored).view(_FLOATS[block.name])
-    if block.name == "Q1_0":  # scale or -scale by each bit
-        blocks = stored.reshape(-1, block.nbytes)
-        scales = blocks[:, :2].copy().view(np.float16).astype(np.float32)
-        signs = np.unpackbits(blocks[:, 2:], axis=1, bitorder="little") * np.float32(2) - np.float32(1)
-        return torch.from_numpy((scales * signs).reshape(len(stored), -1))
-    import gguf.quants  # models of other formats do not need it
-
-    return torch.from_numpy(gguf.quants.dequantize(stored, gguf.GGMLQuantizationType[block.name]))
 
 
 def quantized_blocks(weight: Tensor, block_type: str) -> Tensor:

@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from graphdecode.linear.gguf_blocks import dequantize
 from graphdecode.models.config import UnsupportedModelError
 from graphdecode.models.gguf.container import GgufTensor, Metadata
-from graphdecode.models.gguf.quantize import dequantize
 from graphdecode.models.rope import RopeConfig, inverse_frequencies
 
 _FACTORS, _LONG, _SHORT = (f"rope_{name}.weight" for name in ("freqs", "factors_long", "factors_short"))

@@ -3,10 +3,9 @@
 A row's `counts` and `numbers` name fields of the metadata; what is here is computed from several of them.
 """
 
-from collections.abc import Mapping
 from typing import Any
 
-from graphdecode.models.gguf.container import GgufTensor, Metadata
+from graphdecode.models.gguf.container import Metadata
 
 Settings = dict[str, Any]
 _GEMMA_27B_LAYERS = {"gemma2": 46, "gemma3": 62}  # these alone scale queries by other than their heads' channels
@@ -103,16 +102,6 @@ def gemma4_settings(metadata: Metadata) -> Settings:
         "num_key_value_heads": of_kind.get("sliding_attention", heads[0]),
         "num_kv_shared_layers": metadata.most("attention.shared_kv_layers", 0),
         "use_double_wide_mlp": len(set(widths)) > 1,
-    }
-
-
-def gemma4_of_tensors(stored: Mapping[str, GgufTensor]) -> Settings:
-    """Return the fields of Gemma 4 that tensors state."""
-    keys = [name for name in stored if name.endswith(".attn_k.weight")]
-    inputs = stored.get("per_layer_token_embd.weight", stored["token_embd.weight"])
-    return {
-        "attention_k_eq_v": any(name.replace("attn_k", "attn_v") not in stored for name in keys),
-        "vocab_size_per_layer_input": inputs.shape[0],
     }
 
 

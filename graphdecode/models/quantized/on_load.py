@@ -15,13 +15,14 @@ import torch
 from torch import Tensor
 
 from graphdecode.errors import ArgumentError
+from graphdecode.linear.experts import StackLayout
 from graphdecode.linear.gguf_blocks import BLOCK_OF, GgufBlocks
 from graphdecode.linear.groups import GROUP_TYPES, Code, Groups, packed
 from graphdecode.linear.quantized_weight import QuantizedWeight
-from graphdecode.linear.weight_form import Shard, Stored, TensorSource
+from graphdecode.linear.weight_form import PLAIN_DTYPES, Shard, Stored, TensorSource
 from graphdecode.models.config import ModelConfig
 from graphdecode.models.family import family_of
-from graphdecode.models.gguf.quantize import dequantize, quantized_blocks
+from graphdecode.models.gguf.quantize import quantized_blocks
 from graphdecode.models.weight_map import Part, WeightMap, parts
 
 
@@ -36,14 +37,11 @@ class _Piece(NamedTuple):
 class SeparateExperts:
     """A source whose stacked experts are read as one tensor per expert.
 
-    The source has the tensors of `stacked`, and is read as `separate`; see `ExpertNames` for the other arguments.
+    The source has the tensors of `stacked`, and is read as `separate`.
     """
 
-    def __init__(
-        self, source: TensorSource, stacked: WeightMap, separate: WeightMap, *, interleaved: bool, transposed: bool
-    ) -> None:
-        self._source = source
-        self._interleaved, self._transposed = interleaved, transposed
+    def __init__(self, source: TensorSource, stacked: WeightMap, separate: WeightMap, layout: StackLayout) -> None:
+        self._source, self._layout = source, layout
         self._pieces: dict[str, _Piece] = {}
         self._named: dict[str, str] = {}  # names in `separate` -> names in `stacked`, if only these differ
         for place, ours in separate.items():
@@ -71,11 +69,12 @@ class SeparateExperts:
         if piece is None:
             self._source.read(self._named.get(name, name), out, shard)
             return
-        if self._transposed:
+        if self._layout.transposed:
             own = out.new_empty((1, *self._source.tensors[piece.stack].shape[1:]))
             self._source.read(piece.stack, own, piece.expert)
             own = own.mT if own.ndim > 2 else own
-            own = own[:, piece.place :: piece.places] if self._interleaved else own.chunk(piece.places, 1)[piece.place]
+            interleaved = self._layout.interleaved
+            own = own[:, piece.place :: piece.places] if interleaved else own.chunk(piece.places, 1)[piece.place]
         else:
             own = out.new_empty((1, *piece.shape))
             self._source.read(piece.stack, own, Shard(piece.place, piece.places, 1, within=piece.expert))
@@ -174,8 +173,6 @@ _BLOCK_SCHEMES = {  # block types of products, and of the output layer; the seco
 }
 # values of `quantize` -> those of `forms.py`
 FORMS_OF: dict[str, str | None] = {**dict.fromkeys(GROUP_SCHEMES), **dict.fromkeys(_BLOCK_SCHEMES, "gguf")}
-# dtypes of plain weights, by safetensors' names
-PLAIN = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 class QuantizingSource:
@@ -198,11 +195,7 @@ class QuantizingSource:
         if name not in self._kinds:
             self._source.read(name, out, shard)
             return
-        held = self._quantized(name)
-        if isinstance(held, GgufBlocks):
-            whole = dequantize(held.stored.numpy(), BLOCK_OF[held.block_type])
-        else:
-            whole = held.dequantized()
+        whole = self._quantized(name).dequantized()
         out.copy_(whole if shard is None else whole[shard.slices(tuple(whole.shape))])
 
     def read_quantized(self, name: str, expert: int | None = None) -> QuantizedWeight | None:
@@ -233,12 +226,11 @@ def quantized_on_load(source: TensorSource, config: ModelConfig, name: str, grou
     family = family_of(config.architecture)
     stored, weight_map = family.weights_in(config, source.tensors), family.weights(config)
     names = {part.name for part in parts(stored)}
-    kinds = {source.tensors[name].dtype for name in names if name in source.tensors} - PLAIN.keys()
+    kinds = {source.tensors[name].dtype for name in names if name in source.tensors} - PLAIN_DTYPES.keys()
     if kinds & (GROUP_TYPES | BLOCK_OF.keys()):
         raise ArgumentError(f"quantize={name!r} is for plain weights, and these are {', '.join(sorted(kinds))} already")
     if stored != weight_map:
-        stack = {"interleaved": family.experts_interleaved, "transposed": family.experts_transposed}
-        source = SeparateExperts(source, stored, weight_map, **stack)
+        source = SeparateExperts(source, stored, weight_map, family.stack_layout)
     products = [
         part
         for place, found in weight_map.items()
@@ -260,7 +252,7 @@ def quantized_on_load(source: TensorSource, config: ModelConfig, name: str, grou
 def plain_weight(source: TensorSource, name: str) -> Tensor:
     """Return a tensor of a source in its own dtype."""
     stored = source.tensors[name]
-    out = torch.empty(stored.shape, dtype=PLAIN.get(stored.dtype, torch.float32))
+    out = torch.empty(stored.shape, dtype=PLAIN_DTYPES.get(stored.dtype, torch.float32))
     source.read(name, out)
     return out
 
