@@ -51,22 +51,32 @@ _MAX_KEPT = 12  # libraries: one for each element type and instruction set, of a
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Begin with the kernels that earlier runs compiled: their names are digests of all that they are made of."""
-    if cache := getattr(config, "cache", None):
+    """Begin with the kernels that earlier runs compiled: their names are digests of all that they are made of.
+
+    Those that are missing are compiled once for all workers.
+    """
+    cache = None if IS_WORKER else getattr(config, "cache", None)
+    if IS_WORKER and (made := Path(os.environ["GRAPHDECODE_TEST_RUN"], "native")).is_dir():
+        shutil.copytree(made, _KERNELS, ignore=_UNFINISHED)
+    if cache:
         kept = cache.mkdir("native")
         kept.chmod(0o700)
         shutil.copytree(kept, _KERNELS, dirs_exist_ok=True)
+    if config.getoption("numprocesses", None):
+        from graphdecode.kernels.native.library import library
+
+        for element in (torch.float16, torch.bfloat16):  # float32's comes with the first
+            library(element)
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
     """Keep what this run compiled, and the newest of earlier runs."""
-    if (cache := getattr(config, "cache", None)) and _KERNELS.is_dir():
+    if not IS_WORKER and (cache := getattr(config, "cache", None)) and _KERNELS.is_dir():
         kept = cache.mkdir("native")
         shutil.copytree(_KERNELS, kept, ignore=_UNFINISHED, dirs_exist_ok=True)
-        if not IS_WORKER:  # which would remove what others copy
-            for old in sorted(kept.glob("*.so"), key=lambda file: file.stat().st_mtime)[:-_MAX_KEPT]:
-                old.unlink()
-                old.with_name(f"{old.name}.digest").unlink(missing_ok=True)
+        for old in sorted(kept.glob("*.so"), key=lambda file: file.stat().st_mtime)[:-_MAX_KEPT]:
+            old.unlink()
+            old.with_name(f"{old.name}.digest").unlink(missing_ok=True)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

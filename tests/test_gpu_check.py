@@ -83,13 +83,13 @@ def isolated(folder: Path, *options: str) -> tuple[int, dict[str, str]]:
 
 
 def test_a_hang_a_crash_or_an_illegal_address_ends_one_test_alone(tmp_path: Path) -> None:
-    code, outcomes = isolated(tmp_path, "--test-limit", "6", "--processes", "1")
+    code, outcomes = isolated(tmp_path, "--test-limit", "4", "--processes", "1")
     assert outcomes == OUTCOMES
     assert code == 1
 
 
 def test_at_the_limit_the_tests_that_were_not_run_are_named(tmp_path: Path) -> None:
-    code, outcomes = isolated(tmp_path, "--limit", "12", "--processes", "1")
+    code, outcomes = isolated(tmp_path, "--limit", "8", "--processes", "1")
     assert code == 1
     assert outcomes["test_before"] == "passed"
     assert Counter(outcomes.values())["not run"] == len(OUTCOMES) - 1
@@ -101,7 +101,7 @@ def test_each_part_ends_at_its_limit_with_all_that_it_started_and_what_it_said_i
     child = "import subprocess, time; print('begun', flush=True); subprocess.Popen(['sleep', '610']); time.sleep(600)"
     began = time.monotonic()
     parts = [
-        Part("hangs", [sys.executable, "-c", child], 5.0, []),
+        Part("hangs", [sys.executable, "-c", child], 3.0, []),
         Part("fails", [sys.executable, "-c", "raise SystemExit(3)"], 200, []),
         Part("absent", ["no-such-program"], 200, []),
         Part("fine", says, 200, []),
@@ -109,7 +109,7 @@ def test_each_part_ends_at_its_limit_with_all_that_it_started_and_what_it_said_i
     ]
     assert not run_call("A", lambda _scratch: parts, tmp_path, has_gpu=True)
     assert time.monotonic() - began < 150
-    assert [part.state for part in parts] == ["over its 5 s", "failed (3)", "could not start", "ok", "not run"]
+    assert [part.state for part in parts] == ["over its 3 s", "failed (3)", "could not start", "ok", "not run"]
     assert sorted(path.name for path in tmp_path.iterdir() if path.is_file()) == ["A.json", "A.tar.gz"]
     summary = json.loads((tmp_path / "A.json").read_text())
     assert [part["state"] for part in summary] == [part.state for part in parts]

@@ -22,6 +22,11 @@ _CASED = (rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+", rf"[^\r\n\p{{L}}\p{{N}}]
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _LLAMA3 = _CONTRACTIONS + _WORDS + r"\p{N}{1,3}" + _SIGNS + _SPACES
 _QWEN2 = _CONTRACTIONS + _WORDS + r"\p{N}" + _SIGNS + _SPACES
+_QWEN35 = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*" + _SPACES
+_DEEPSEEK3 = (
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+    r"| ?[\p{P}\p{S}]+[\r\n]*"
+) + _SPACES
 _PREFIX = "tokenizer.ggml."
 _NAMED = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 _SPACE = "\u2581"  # SentencePiece's mark for a space
@@ -58,12 +63,17 @@ _OF_GPT4O = PreTokenizer(("".join(f"{cased}{_CONTRACTIONS}?|" for cased in _CASE
 _OF_TEKKEN = PreTokenizer(("|".join((*_CASED, r"\p{N}")) + _PATHS + _SPACES,), adds_bos=True, ignores_merges=True)
 
 PRE_TOKENIZERS: dict[str, PreTokenizer] = {
+    "chatglm-bpe": PreTokenizer((_LLAMA3,)),
     "command-r": _BY_DIGIT._replace(nfc=True),
     "dbrx": PreTokenizer((_LLAMA3,)),
     "deepseek-r1-qwen": _OF_QWEN2._replace(nfc=False),
+    "deepseek-v3": PreTokenizer((r"\p{N}{1,3}", "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+", _DEEPSEEK3)),
+    "falcon-h1": _OF_LLAMA3,
     "falcon3": _OF_LLAMA3,
+    "glm4": PreTokenizer((_LLAMA3,)),
     "gpt-2": PreTokenizer((_GPT2,)),
     "gpt-4o": _OF_GPT4O,
+    "lfm2": _OF_LLAMA3,
     "llama-bpe": _OF_LLAMA3,
     "llama-v3": _OF_LLAMA3,
     "llama3": _OF_LLAMA3,
@@ -74,6 +84,7 @@ PRE_TOKENIZERS: dict[str, PreTokenizer] = {
     "phi-2": PreTokenizer((_GPT2,)),
     "pixtral": _OF_LLAMA3,
     "qwen2": _OF_QWEN2,
+    "qwen35": PreTokenizer((_QWEN35,), nfc=True),
     "refact": _BY_DIGIT,
     "smaug-bpe": PreTokenizer((_LLAMA3,)),
     "smollm": _BY_DIGIT,
