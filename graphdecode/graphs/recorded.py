@@ -137,7 +137,8 @@ class Recorder(StepObserver):
         self.moved_bytes += 0 if key is None else tensor.nbytes
         if key in self._blocks:
             return Argument(name, self._blocks[key][1], None, tensor.shape, key, None, is_written)
-        known = self.known_of(tensor) or Known.of(tensor, self.owner_of(tensor))
+        known = self._known.get(id(tensor)) or self._constants.known.get(id(tensor))
+        known = known or Known.of(tensor, self.owner_of(tensor))
         return Argument(name, known.address, known.owner, tensor.shape, key, known.alias, is_written)
 
     def _alias(self, tensor: Tensor) -> Tensor:

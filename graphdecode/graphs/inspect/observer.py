@@ -234,20 +234,16 @@ class StepObserver(TorchDispatchMode):
     def _inputs(self, schema: Schema, args: tuple, kwargs: dict) -> list[Given]:
         """Return the tensor arguments of an operator, checked."""
         found: list[Given] = []
-        values = values_of(schema, args, kwargs)
+        values, slots, constants = values_of(schema, args, kwargs), self._known, self._constants.known
         for index, name, is_written in schema.tensors:
             value = values[index]
             if isinstance(value, Tensor):
-                known = self._known.get(id(value)) if is_written else self.known_of(value)
+                known = slots.get(id(value)) or (None if is_written else constants.get(id(value)))
                 key = self._checked(schema, value, is_written) if known is None else known.key
                 found.append((name, value, is_written, key))
             elif value is not None:
                 found += ((name, t, is_written, self._checked(schema, t, is_written)) for t in tensors_of(value))
         return found
-
-    def known_of(self, tensor: Tensor) -> Known | None:
-        """Return what is known of a tensor that is a slot or constant and was an argument before."""
-        return self._known.get(id(tensor)) or self._constants.known.get(id(tensor))
 
     def _checked(self, schema: Schema, tensor: Tensor, is_written: bool) -> int | None:
         """Return the key of an argument's storage; refuse memory that was not declared."""
@@ -449,10 +445,13 @@ class _Watches:
         watcher = _Watcher(threading.get_ident(), in_operator, refuse, in_setitem)
         with self._lock:
             self._watchers = (*self._watchers, watcher)
-            for kernel_class in _kernel_classes():
-                self._patch(kernel_class, "run", self._launch(kernel_class.run))
-            for name in (*_METHODS, "data", "to", "__setitem__"):
-                self._patch(Tensor, name, self._method(name, getattr(Tensor, name)))
+            patches = {(each, "run"): self._launch(each.run) for each in _kernel_classes()} | {
+                (Tensor, name): self._method(name, getattr(Tensor, name))
+                for name in (*_METHODS, "data", "to", "__setitem__")
+            }
+            for owner, name in patches.keys() - self._originals.keys():
+                self._originals[owner, name] = vars(owner).get(name)
+                setattr(owner, name, patches[owner, name])
         try:
             yield
         finally:
@@ -464,11 +463,6 @@ class _Watches:
                         delattr(owner, name)
                     else:
                         setattr(owner, name, original)
-
-    def _patch(self, owner: Any, name: str, patch: Any) -> None:
-        if (owner, name) not in self._originals:
-            self._originals[owner, name] = vars(owner).get(name)
-            setattr(owner, name, patch)
 
     def _mine(self) -> list[_Watcher]:
         thread = threading.get_ident()
