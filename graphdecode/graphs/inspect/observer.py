@@ -136,7 +136,7 @@ class StepObserver(TorchDispatchMode):
     """Checks every operator of one eager run of a step, and raises the first hazard, or collects all.
 
     Attributes:
-        computes: also run the project's own operators that write only floats; if false, their outputs must not be read.
+        binds_own: `seen` runs the project's own operators, where their outputs are read.
         made: storages that the step made.
         literals: tensors of one number that Python code writes into others (`x[0] = 1.0`).
         written: how often each storage was written.
@@ -144,9 +144,11 @@ class StepObserver(TorchDispatchMode):
         slot_views: ids of the batch's tensors.
     """
 
-    def __init__(self, owners: Owners, collect: Refuse | None = None, *, computes: bool = True) -> None:
+    binds_own = False
+
+    def __init__(self, owners: Owners, collect: Refuse | None = None) -> None:
         super().__init__()
-        self._collect, self._computes = collect, computes
+        self._collect = collect
         self.made: dict[int, StorageWeakRef] = {}
         self.literals: dict[int | None, Tensor] = {}
         self.last_operator: str | None = None
@@ -187,8 +189,7 @@ class StepObserver(TorchDispatchMode):
             if is_written:
                 written.append(tensor)
                 self.written[key] += 1
-        # no index depends on an operator that writes floats alone
-        if self._computes or not schema.is_own or not all(map(Tensor.is_floating_point, written)):
+        if not (schema.is_own and self.binds_own):
             before = [(tensor, tensor.shape, storage_address(tensor)) for tensor in written]
             result = func(*args, **kwargs)
             if is_literal:
