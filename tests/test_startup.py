@@ -44,6 +44,12 @@ def imported_by(code: str) -> set[str]:
     return set(json.loads(done.stdout.splitlines()[-1]))
 
 
+def imported_by_command(*arguments: str) -> set[str]:
+    done = python("import json" + RUN_COMMAND, *arguments)
+    modules = next(line for line in done.stdout.splitlines() if line.startswith("MODULES"))
+    return set(json.loads(modules.removeprefix("MODULES")))
+
+
 def test_importing_the_package_imports_nothing_heavy() -> None:
     assert not imported_by("import graphdecode; graphdecode.__all__") & HEAVY
 
@@ -64,9 +70,13 @@ def test_graphs_of_ones_own_step_need_no_tokenizers() -> None:
     [["--help"], ["--version"], ["--nonsense"], ["generate", "--help"], ["generate", "--max-tokns", "3"], ["generate"]],
 )
 def test_a_quick_answer_imports_nothing_heavy(arguments: list[str]) -> None:
-    done = python("import json" + RUN_COMMAND, *arguments)
-    modules = next(line for line in done.stdout.splitlines() if line.startswith("MODULES"))
-    assert not set(json.loads(modules.removeprefix("MODULES"))) & HEAVY
+    assert not imported_by_command(*arguments) & HEAVY
+
+
+def test_an_output_of_the_demo_needs_neither_pydantic_nor_jinja2() -> None:
+    loaded = imported_by_command("generate", "--prompt", "417+385=", "--max-tokens", "4")
+    assert "tokenizers" in loaded
+    assert not loaded & {"pydantic", "jinja2", "transformers"}
 
 
 def test_help_comes_in_less_than_the_time_of_importing_torch() -> None:

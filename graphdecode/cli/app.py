@@ -7,14 +7,18 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import signal
 import sys
 import traceback
+from collections.abc import Callable
+from functools import partial
 from inspect import getdoc
 from types import FrameType
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
 import graphdecode
 from graphdecode.cli.buckets import buckets
@@ -32,6 +36,7 @@ from graphdecode.extensions import version_of
 _PACKAGES = ("torch", "triton", "cuda-bindings", "numpy", "safetensors", "transformers", "tokenizers")
 _SIGNALLED = 128  # plus the signal's number, as in shells
 _BROKEN_PIPE = 1  # as Python's own
+_DIGITS = re.compile("[0-9]{1,9}")
 _REPORT = (
     "this is a bug in graphdecode: please report it with the command, the lines above and what "
     "`graphdecode --version --debug` prints"
@@ -68,7 +73,49 @@ def state() -> str:
     return "\n".join([*(f"{name}: {value}" for name, value in facts.items()), *last])
 
 
+class _Conversion:
+    """Converts the value of a parameter as typer does, whose versions with pydantic take 50 ms to import that.
+
+    None, texts and plain numbers need none of it.
+    """
+
+    def __init__(self, of_typer: Callable[[], Any]) -> None:
+        self._of_typer = of_typer
+
+    def coerce(self, value: Any, param: Any, ctx: Any) -> Any:
+        """Return the converted value; see `typer.core`."""
+        if value is None:
+            return () if param.multiple or param.nargs == -1 else None
+        kind, info = param.type_descriptor.annotation, param.type_descriptor.parameter_info
+        if kind is str and type(value) is str:
+            return value
+        if kind is int and (info.min, info.max) == (None, None) and _DIGITS.fullmatch(str(value)):
+            return int(value)
+        if kind == list[str] and all(type(each) is str for each in value):
+            return list(value)
+        return self._of_typer().coerce(value, param=param, ctx=ctx)
+
+
+class _Converts:
+    def get_params(self, ctx: Any) -> list[Any]:
+        params: list[Any] = super().get_params(ctx)  # type: ignore[misc]
+        for param in params:
+            of_typer = getattr(param, "get_runtime_param", None)  # other versions have none
+            if of_typer is not None and not isinstance(of_typer, partial):
+                param.get_runtime_param = partial(_Conversion, of_typer)
+        return params
+
+
+class _Command(_Converts, TyperCommand):
+    pass
+
+
+class _Group(_Converts, TyperGroup):
+    pass
+
+
 app = typer.Typer(
+    cls=_Group,
     add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -88,7 +135,9 @@ app.command(epilog="Example: graphdecode check mypackage.step:step")(check)
 app.command(epilog="Example: graphdecode inspect --model demo --json")(inspect)
 
 for _group in (app, models, buckets):
-    for _command in _group.registered_commands:  # typer keeps the line breaks of docstrings after the first paragraph
+    for _command in _group.registered_commands:
+        _command.cls = _Command
+        # typer keeps the line breaks of docstrings after the first paragraph
         _paragraphs = (getdoc(_command.callback) or "").split("\n\n")
         _command.help = "\n\n".join(" ".join(each.split("\n")) for each in _paragraphs)
 

@@ -84,9 +84,8 @@ class Backend:
                 warm_up(step, batch, self.owners, self._warmup_steps)
                 run(step, batch)  # some modules take another path when they are not observed
             return CudaStepGraph(step, batch, shared, self.owners)
-        if not self._blocks:  # the first shape runs as often as on a GPU
+        if not self._blocks:  # the first shape runs as often as on a GPU, for it is recorded twice
             warm_up(step, batch, self.owners, self._warmup_steps - 1)
-            warm_up(step, batch, self.owners, 1, computes=False)
         return RecordedStepGraph(step, batch, self.owners, self._blocks)
 
     def captured(self, step: Step, batch: Batch, second: Step | None, control: LoopControl | None) -> Ready:
@@ -158,13 +157,12 @@ class Backend:
         self.owners = Owners(self._buffers)
 
 
-def warm_up(step: Step, batch: Batch, owners: Owners, num_steps: int, *, computes: bool = True) -> None:
+def warm_up(step: Step, batch: Batch, owners: Owners, num_steps: int) -> None:
     """Run a step under observation: hazards raise, and one-time initialization happens before the capture.
 
-    A tensor that Python keeps from the first run has no owner in the second, and is refused. For `computes` see
-    `StepObserver`.
+    A tensor that Python keeps from the first run has no owner in the second, and is refused.
     """
-    observer = StepObserver(owners, computes=computes)
+    observer = StepObserver(owners)
     for _ in range(num_steps):
         observer.made.clear()
         with observed(observer, batch, step=step) as watched:

@@ -81,8 +81,10 @@ class ReusedMemory:
 class Recorder(StepObserver):
     """Records operators as a flat list of calls without arguments, and skips those whose values nobody needs."""
 
+    binds_own = True
+
     def __init__(self, owners: Owners, blocks: list[Tensor]) -> None:
-        super().__init__(owners, computes=False)
+        super().__init__(owners)
         self.calls: list[Callable[[], Any]] = []
         self.memory = ReusedMemory(blocks)  # for intermediates
         self.pool: dict[Tensor, torch.dtype] = {}  # blocks, and the dtype of the last intermediate in them
@@ -117,27 +119,35 @@ class Recorder(StepObserver):
         arguments = [self._argument(*each) for each in given]
         arguments += (self._argument("result", tensor, True, storage_key(tensor)) for tensor in new)
         self.nodes.append(Node(schema.overload, schema.overload, *caller(), tuple(arguments)))
+        self.calls.append(self._call(schema, args, kwargs, result, new, [argument.alias for argument in arguments]))
+        # an index may depend on integers
+        if schema.is_own and any(is_written and not tensor.is_floating_point() for _, tensor, is_written, _ in given):
+            self.calls[-1]()
+
+    def _call(
+        self, schema: Schema, args: tuple, kwargs: dict, result: Any, new: list[Tensor], held: list[Tensor | None]
+    ) -> Callable[[], Any]:
+        """Return a call that repeats an operator, and keeps no memory but the blocks and what is `held`."""
         own: Any = bind(schema.operator, *values_of(schema, args, kwargs)) if schema.is_own else None
         if isinstance(own, (NativeCall, NativeSequence)):
             for call in own.calls if isinstance(own, NativeSequence) else [own]:
-                call.held = [argument.alias for argument in arguments]
-            self.calls.append(own)
-            return
+                call.held = held
+            return own
         fresh = {id(tensor) for tensor in new}
         outputs = [self._alias(leaf) if id(leaf) in fresh else None for leaf in flattened(result)]
         args, kwargs = mapped(lambda value: self._alias(value) if isinstance(value, Tensor) else value, (args, kwargs))
         if own is not None:
-            self.calls.append(functools.partial(own.func, *values_of(schema, args, kwargs)))
-        elif not new:
-            self.calls.append(functools.partial(schema.operator._op, *args, **kwargs))
-        else:
-            self.calls.append(_into_outputs(schema.operator, args, kwargs, outputs))
+            return functools.partial(own.func, *values_of(schema, args, kwargs))
+        if not new:
+            return functools.partial(schema.operator._op, *args, **kwargs)
+        return _into_outputs(schema.operator, args, kwargs, outputs)
 
     def _argument(self, name: str, tensor: Tensor, is_written: bool, key: int | None) -> Argument:
         self.moved_bytes += 0 if key is None else tensor.nbytes
         if key in self._blocks:
             return Argument(name, self._blocks[key][1], None, tensor.shape, key, None, is_written)
-        known = self.known_of(tensor) or Known.of(tensor, self.owner_of(tensor))
+        known = self._known.get(id(tensor)) or self._constants.known.get(id(tensor))
+        known = known or Known.of(tensor, self.owner_of(tensor))
         return Argument(name, known.address, known.owner, tensor.shape, key, known.alias, is_written)
 
     def _alias(self, tensor: Tensor) -> Tensor:
@@ -184,13 +194,13 @@ class RecordedStepGraph(StepGraph):
     """
 
     def __init__(self, step: Step, batch: Batch, owners: Owners, blocks: list[Tensor]) -> None:
-        had, began = sum(block.nbytes for block in blocks), time.perf_counter()
+        had, began, is_first = sum(block.nbytes for block in blocks), time.perf_counter(), not blocks
         for _ in range(2):
             recorder = Recorder(owners, blocks)
             with observed(recorder, batch, step=step) as watched:
                 step(watched)
             del watched
-            if not recorder.memory.is_kept():
+            if not (is_first or recorder.memory.is_kept()):
                 break  # else the second run refuses what Python keeps from the first
         if not recorder.calls:
             raise CaptureError("unseen-work", "the step", "it ran no operator", definition_of(step))

@@ -385,6 +385,13 @@ class ResidualStream:
             self._buffers[key] = self.empty(*key[1:])
         return self._buffers[key]
 
+    def buffer_of_heads(self, columns: int, head_dim: int) -> Tensor:
+        """Return the memory of `buffer(columns)` as [t, heads, head_dim]."""
+        key = (f"heads of {head_dim}", columns, self._hidden.dtype)
+        if key not in self._buffers:
+            self._buffers[key] = self.buffer(columns).view(self._hidden.shape[0], -1, head_dim)
+        return self._buffers[key]
+
     def by_head(self, heads: int) -> Routed:
         """Return all pairs of tokens and heads, by head, for a product that each head has of its own."""
         if heads not in self._by_head:
@@ -423,7 +430,7 @@ class Attention(Mixer):
         """Append the tokens' keys and values to the cache, and attend."""
         assert isinstance(cache, LayerCache)
         qkv = self.project(stream)
-        attended = stream.buffer(self.o.in_features).view(qkv.shape[0], -1, self.head_dim)
+        attended = stream.buffer_of_heads(self.o.in_features, self.head_dim)
         rope = self.rotation(qkv)
         if stream.append_and_attend is not None and self.has_keys:
             stream.append_and_attend(attended, qkv, cache, rope, self.options)
@@ -434,7 +441,7 @@ class Attention(Mixer):
             for span, part in stream.parts():
                 append_tokens(q[span], own, qkv[span], part, rope)
             stream.attend(attended, q, cache, self.options)
-        self.finish(stream, attended.view(qkv.shape[0], -1))
+        self.finish(stream, stream.buffer(self.o.in_features))
 
     def project(self, stream: ResidualStream) -> Tensor:
         """Return queries, keys and values of the tokens, [t, (heads + 2 kv_heads) * head_dim], contiguous."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -131,17 +132,22 @@ class Decoder(Model):
         of_chunks, count = tokens_of(chunks), chunks.token_ids.shape[0]
         attend_to_chunks, attend_to_rows = attend_chunks(chunks, None), attend_step(batch, attention)
 
+        # layers share most tensors
+        parts = functools.cache(lambda x: (x[:count], x[count:]))
+        queries_for = functools.cache(torch.empty_like)
+
         def attend(out: Tensor, q: Tensor, cache: LayerCache, options: AttentionOptions) -> None:
             attend_to_chunks(out[:count], q[:count], cache, options)
             attend_to_rows(out[count:], q[count:], cache, options)
 
         def append(out: Tensor, qkv: Tensor, cache: LayerCache, rope: QKNormRope, options: AttentionOptions) -> None:
-            q = torch.empty_like(out[:count])
-            append_tokens(q, cache, qkv[:count], of_chunks, rope)
-            attend_to_chunks(out[:count], q, cache, options)
+            (to_chunks, to_rows), (qkv_of_chunks, qkv_of_rows) = parts(out), parts(qkv)
+            q = queries_for(to_chunks)
+            append_tokens(q, cache, qkv_of_chunks, of_chunks, rope)
+            attend_to_chunks(to_chunks, q, cache, options)
             # last: a row whose prompt ends in this pass attends to its chunk's keys
             pages = (cache.keys, cache.values, page_table_of(batch, cache))
-            attention.append_and_run(out[count:], qkv[count:], *pages, rope, options, cache.scales)
+            attention.append_and_run(to_rows, qkv_of_rows, *pages, rope, options, cache.scales)
 
         stream = self._run_layers([of_chunks, tokens_of(batch)], caches, attend, append)
         return self.head.run(stream.narrow(count, count + batch.size))

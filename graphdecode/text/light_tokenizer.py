@@ -11,11 +11,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from jinja2 import Template, TemplateError
-from jinja2.ext import loopcontrols
-from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
-from jinja2.utils import Namespace
-
 from graphdecode.errors import ArgumentError
 
 _PLAIN_KEYS = {"role", "content"}
@@ -109,7 +104,7 @@ class LightTokenizer:
             return self.full.apply_chat_template(conversation, chat_template=template, **how)
         given = {"tools": None, "documents": None, "add_generation_prompt": False, **self.special_tokens_map}
         messages = [dict(message) for message in conversation]
-        return _compiled(template).render(messages=messages, **(given | variables))
+        return str(_compiled(template).render(messages=messages, **(given | variables)))
 
     def _bare(self) -> Any:
         """Return the backend without truncation and padding, which a call of `full` may have set."""
@@ -169,42 +164,44 @@ def _of(token: Any) -> dict[str, Any]:
     }
 
 
-class _Namespace(Namespace):
-    """Jinja's namespace, without names that give access to Python."""
-
-    def __init__(*args: Any, **given: Any) -> None:  # as Jinja's: `self` may be a keyword, too
-        own, *others = args
-        for name in (found := dict(*others, **given)):
-            _check_name(name)
-        Namespace.__init__(own, found)
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        _check_name(name)
-        super().__setitem__(name, value)
-
-
-def _check_name(name: Any) -> None:
-    if isinstance(name, str) and name.startswith("_"):
-        raise SecurityError(f"a chat template may not set {name!r} of a namespace")
-
-
-def _refuse(message: str) -> None:
-    raise TemplateError(message)
-
-
 def _as_json(value: Any, ensure_ascii: bool = False, **how: Any) -> str:
     return json.dumps(value, ensure_ascii=ensure_ascii, **how)
 
 
 @functools.lru_cache(maxsize=16)
-def _compiled(template: str) -> Template:
-    """Compile a chat template as transformers does."""
+def _compiled(template: str) -> Any:
+    """Compile a chat template as transformers does; jinja2 is imported for the first one."""
+    from jinja2 import TemplateError
+    from jinja2.ext import loopcontrols
+    from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
+    from jinja2.utils import Namespace
+
+    def check_name(name: Any) -> None:
+        if isinstance(name, str) and name.startswith("_"):
+            raise SecurityError(f"a chat template may not set {name!r} of a namespace")
+
+    class PlainNamespace(Namespace):
+        """Jinja's namespace, without names that give access to Python."""
+
+        def __init__(*args: Any, **given: Any) -> None:  # as Jinja's: `self` may be a keyword, too
+            own, *others = args
+            for name in (found := dict(*others, **given)):
+                check_name(name)
+            Namespace.__init__(own, found)
+
+        def __setitem__(self, name: str, value: Any) -> None:
+            check_name(name)
+            super().__setitem__(name, value)
+
+    def refuse(message: str) -> None:
+        raise TemplateError(message)
+
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
     environment.filters["tojson"] = _as_json
     environment.globals |= {
-        "raise_exception": _refuse,
+        "raise_exception": refuse,
         "strftime_now": lambda text: datetime.now().strftime(text),
         "dict": lambda *args, **given: dict(*args, **given),
-        "namespace": _Namespace,
+        "namespace": PlainNamespace,
     }
     return environment.from_string(template)

@@ -38,8 +38,9 @@ Int32 = Annotated[Tensor, torch.int32]
 Int64 = Annotated[Tensor, torch.int64]
 Float32 = Annotated[Tensor, torch.float32]
 Bfloat16 = Annotated[Tensor, torch.bfloat16]
-AnyElement = Annotated[Tensor, "any"]  # a tensor of any dtype
-Wide = Annotated[Tensor, "wide"]  # of the element type or float32; C gets which
+_ANY, _WIDE = "any", "wide"
+AnyElement = Annotated[Tensor, _ANY]  # a tensor of any dtype
+Wide = Annotated[Tensor, _WIDE]  # of the element type or float32; C gets which
 
 _data_ptr = Tensor.__base__.data_ptr  # type: ignore[union-attr]  # `Tensor`'s is patched while a step is observed
 _DIMENSIONS = 4  # most dimensions of compiled kernels' tensors
@@ -72,7 +73,7 @@ class Field(NamedTuple):
     def of(cls, name: str, annotation: Any, is_optional: bool = False, is_written: bool = False) -> "Field":
         """Read one annotation."""
         kind, marks, may_miss = _unwrapped(annotation)
-        dtype = next((mark for mark in marks if isinstance(mark, torch.dtype) or mark in ("any", "wide")), None)
+        dtype = next((mark for mark in marks if isinstance(mark, torch.dtype) or mark in (_ANY, _WIDE)), None)
         choices = next((mark for mark in marks if isinstance(mark, OneOf)), None)
         return cls(name, kind, is_optional or may_miss, is_written or "written" in marks, dtype, choices)
 
@@ -157,7 +158,7 @@ class Signature:
         names = [field.name for field in self.fields]
         if len(set(names)) < len(names):
             raise ValueError(f"{self.name} has two arguments of one name among {', '.join(names)}")
-        self.has_element = any(field.kind is Tensor and field.dtype in (None, "wide") for field in self.fields)
+        self.has_element = any(field.kind is Tensor and field.dtype in (None, _WIDE) for field in self.fields)
         codes = "".join(_codes(field) for field in self.fields)
         self._layout = struct.Struct(f"@{codes}")
 
@@ -232,16 +233,16 @@ class Signature:
             if value is None:
                 members += _NO_TENSOR
             elif kind is Tensor:
-                code = CODES.get(value.dtype, 0)
-                if dtype == "wide" and value.dtype == torch.float32:
+                found, shape = value.dtype, value.shape
+                code = CODES.get(found, 0)
+                if dtype is _WIDE and found is torch.float32:
                     has_floats, code = True, WIDE_CODE
-                elif dtype is None or dtype == "wide":
-                    element = element or value.dtype
-                    if value.dtype != element:
+                elif dtype is None or dtype is _WIDE:
+                    element = element or found
+                    if found is not element:
                         return None
-                elif dtype not in (value.dtype, "any"):
+                elif dtype is not found and dtype is not _ANY:
                     return None
-                shape = value.shape
                 if len(shape) > _DIMENSIONS:
                     return None
                 missing = _MISSING[len(shape)]

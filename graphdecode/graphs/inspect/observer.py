@@ -136,7 +136,7 @@ class StepObserver(TorchDispatchMode):
     """Checks every operator of one eager run of a step, and raises the first hazard, or collects all.
 
     Attributes:
-        computes: also run the project's own operators that write only floats; if false, their outputs must not be read.
+        binds_own: `seen` runs the project's own operators, where their outputs are read.
         made: storages that the step made.
         literals: tensors of one number that Python code writes into others (`x[0] = 1.0`).
         written: how often each storage was written.
@@ -144,9 +144,11 @@ class StepObserver(TorchDispatchMode):
         slot_views: ids of the batch's tensors.
     """
 
-    def __init__(self, owners: Owners, collect: Refuse | None = None, *, computes: bool = True) -> None:
+    binds_own = False
+
+    def __init__(self, owners: Owners, collect: Refuse | None = None) -> None:
         super().__init__()
-        self._collect, self._computes = collect, computes
+        self._collect = collect
         self.made: dict[int, StorageWeakRef] = {}
         self.literals: dict[int | None, Tensor] = {}
         self.last_operator: str | None = None
@@ -187,8 +189,7 @@ class StepObserver(TorchDispatchMode):
             if is_written:
                 written.append(tensor)
                 self.written[key] += 1
-        # no index depends on an operator that writes floats alone
-        if self._computes or not schema.is_own or not all(map(Tensor.is_floating_point, written)):
+        if not (schema.is_own and self.binds_own):
             before = [(tensor, tensor.shape, storage_address(tensor)) for tensor in written]
             result = func(*args, **kwargs)
             if is_literal:
@@ -234,20 +235,16 @@ class StepObserver(TorchDispatchMode):
     def _inputs(self, schema: Schema, args: tuple, kwargs: dict) -> list[Given]:
         """Return the tensor arguments of an operator, checked."""
         found: list[Given] = []
-        values = values_of(schema, args, kwargs)
+        values, slots, constants = values_of(schema, args, kwargs), self._known, self._constants.known
         for index, name, is_written in schema.tensors:
             value = values[index]
             if isinstance(value, Tensor):
-                known = self._known.get(id(value)) if is_written else self.known_of(value)
+                known = slots.get(id(value)) or (None if is_written else constants.get(id(value)))
                 key = self._checked(schema, value, is_written) if known is None else known.key
                 found.append((name, value, is_written, key))
             elif value is not None:
                 found += ((name, t, is_written, self._checked(schema, t, is_written)) for t in tensors_of(value))
         return found
-
-    def known_of(self, tensor: Tensor) -> Known | None:
-        """Return what is known of a tensor that is a slot or constant and was an argument before."""
-        return self._known.get(id(tensor)) or self._constants.known.get(id(tensor))
 
     def _checked(self, schema: Schema, tensor: Tensor, is_written: bool) -> int | None:
         """Return the key of an argument's storage; refuse memory that was not declared."""
@@ -449,10 +446,13 @@ class _Watches:
         watcher = _Watcher(threading.get_ident(), in_operator, refuse, in_setitem)
         with self._lock:
             self._watchers = (*self._watchers, watcher)
-            for kernel_class in _kernel_classes():
-                self._patch(kernel_class, "run", self._launch(kernel_class.run))
-            for name in (*_METHODS, "data", "to", "__setitem__"):
-                self._patch(Tensor, name, self._method(name, getattr(Tensor, name)))
+            patches = {(each, "run"): self._launch(each.run) for each in _kernel_classes()} | {
+                (Tensor, name): self._method(name, getattr(Tensor, name))
+                for name in (*_METHODS, "data", "to", "__setitem__")
+            }
+            for owner, name in patches.keys() - self._originals.keys():
+                self._originals[owner, name] = vars(owner).get(name)
+                setattr(owner, name, patches[owner, name])
         try:
             yield
         finally:
@@ -464,11 +464,6 @@ class _Watches:
                         delattr(owner, name)
                     else:
                         setattr(owner, name, original)
-
-    def _patch(self, owner: Any, name: str, patch: Any) -> None:
-        if (owner, name) not in self._originals:
-            self._originals[owner, name] = vars(owner).get(name)
-            setattr(owner, name, patch)
 
     def _mine(self) -> list[_Watcher]:
         thread = threading.get_ident()

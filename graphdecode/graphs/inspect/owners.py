@@ -91,7 +91,8 @@ class Owners:
         self.buffers, self._prompts = buffers, prompts
         self._constants = [constants] if isinstance(constants, (Tensor, torch.nn.Module)) else list(constants)
         self._hooks: list[Any] = []
-        self._known: tuple[list[tuple], MemoryMap] = [], MemoryMap({})  # the last map of the constants
+        # of the constants, and the tensors that it is of: kept, for their ids tell whether it still is
+        self._map, self._map_of = MemoryMap({}), (list[Tensor](), list[tuple[int, int | None]]())
         named = _named_tensors(self._constants, "constants")
         self._addresses = [(name, tensor, tensor.data_ptr()) for name, tensor in named if not is_opaque(tensor)]
 
@@ -102,11 +103,11 @@ class Owners:
 
     def constants_now(self) -> MemoryMap:
         """Return the current memory of the constants."""
-        named = dict(_named_tensors(self._constants, "constants"))
-        facts = [(name, id(t), 0 if is_opaque(t) else t.data_ptr(), t.shape) for name, t in named.items()]
-        if self._known[0] != facts:
-            self._known = facts, MemoryMap(named)
-        return self._known[1]
+        held = list(_tensors_in(self._constants))
+        facts = [(id(tensor), None if is_opaque(tensor) else tensor.data_ptr()) for tensor in held]
+        if self._map_of[1] != facts:
+            self._map, self._map_of = MemoryMap(dict(_named_tensors(self._constants, "constants"))), (held, facts)
+        return self._map
 
     def freeze(self) -> None:
         """Make the modules among the constants refuse to load weights."""
@@ -133,6 +134,16 @@ class Owners:
 
 def _refuse_to_load(module: torch.nn.Module, *_arguments: Any) -> None:
     raise FrozenError(f"the graphs that read {type(module).__name__} are frozen: thaw() before loading weights")
+
+
+def _tensors_in(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, torch.nn.Module):
+        yield from (*value.parameters(), *value.buffers())
+    else:
+        for member in value.values() if isinstance(value, dict) else value:
+            yield from _tensors_in(member)
 
 
 def _named_tensors(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
