@@ -300,10 +300,12 @@ def test_a_model_whose_blocks_look_at_rows_themselves_has_its_prompts_computed_b
     arrivals = arriving(6, seed=8)
     expected = served(engine_of(model, mixes=False), arrivals)
 
-    def appending_apart(parts, stem, attend, _):
-        return ResidualStream(parts, stem, attend)
+    def looked_at(*args):
+        stream = ResidualStream(*args)
+        assert stream.tokens.ids.ndim == 1
+        return stream
 
-    monkeypatch.setattr(decoder_module, "ResidualStream", appending_apart)
+    monkeypatch.setattr(decoder_module, "ResidualStream", looked_at)
     with pytest.warns(RuntimeWarning, match="prompts are computed by themselves: .* cannot run in a mixed step"):
         engine = engine_of(model, config=replace(CONFIG, capture_when=capture_when))
     assert served(engine, arrivals) == expected
