@@ -128,6 +128,10 @@ class FormOptions:
     in_floats: bool = False  # products are written in float32
     fused: FusedForm = FusedForm()  # noqa: RUF009 (immutable); what a step on a GPU fuses with the product
 
+    def __post_init__(self) -> None:
+        if not self.batch_sizes or min(self.batch_sizes) < 1:
+            raise ValueError(f"batch_sizes is {self.batch_sizes}; it must hold at least one size, each >= 1")
+
 
 @dataclass(frozen=True)
 class StoredForm(ABC):

@@ -369,8 +369,6 @@ def load_model(
     device = torch.device(device)
     source = open_source(model, replaced)
     quantize = _without_stored_method(quantize, source)
-    if min(batch_sizes, default=0) < 1:
-        raise ArgumentError(f"batch_sizes must hold at least one size, each >= 1, got {batch_sizes}")
     dequantizes = quantize == _DEQUANTIZE
     folder = adopted(source, model_impl, trust_remote_code=trust_remote_code)
     config = source.config() if folder is None else folder.config
