@@ -143,10 +143,24 @@ static void write_sums(const struct results *to, const float *sums, int64_t row,
     BY_WIDTH(to->is_wide, write_rows, to, sums, row, rows, panel * PANEL);
 }
 
-/* `count` rows times one panel; `count` and `is_int8` are constants where this is used. With each line and its neighbour of
- * the panel two lines at `ahead` are prefetched, which then advances by `pace` bytes. */
+/* What is prefetched with each step of a panel: two lines, which then advance by `pace` bytes. */
+struct ahead {
+    const char *at;
+    int64_t pace;
+};
+
+/* The first of some rows that share a panel of `bytes` bring what comes next of it; the others, `together` at a time, the
+ * next panel. */
+static inline struct ahead lines_ahead(const char *panel, int64_t bytes, int64_t step_bytes, int64_t row, int64_t rows,
+                                       int64_t together) {
+    if (row == 0) return (struct ahead){panel + AHEAD, step_bytes};
+    int64_t pace = step_bytes * together / (rows - together);
+    return (struct ahead){panel + bytes + (row / together - 1) * (bytes / step_bytes) * pace, pace};
+}
+
+/* `count` rows times one panel; `count` and `is_int8` are constants where this is used. */
 INLINE void one_panel(const int count, const int is_int8, panel_sums *out, const void *x, int64_t stride, const char *panel,
-                      int64_t in, const char *ahead, int64_t pace) {
+                      int64_t in, struct ahead ahead) {
     panel_sums sums[MOST_ROWS];
 #if defined(ELEMENT_BF16) && defined(WITH_SQUARES)
     if (!is_int8 && count == SQUARE_ROWS) {
@@ -156,10 +170,10 @@ INLINE void one_panel(const int count, const int is_int8, panel_sums *out, const
 #endif
     for (int r = 0; r < count; r++)
         for (int v = 0; v < VECTORS; v++) sums[r][v] = splat(0.0f);
-    for (int64_t i = 0; i < in; i += is_int8 ? INT8_STEP : STEP, ahead += pace) {
+    for (int64_t i = 0; i < in; i += is_int8 ? INT8_STEP : STEP, ahead.at += ahead.pace) {
         const char *at = panel + i * PANEL * (is_int8 ? 1 : sizeof(element));
-        __builtin_prefetch(ahead);
-        __builtin_prefetch(ahead + 64);
+        __builtin_prefetch(ahead.at);
+        __builtin_prefetch(ahead.at + 64);
         if (is_int8) int8_step(count, sums, (const float *)x + i, stride, (const int8_t *)at);
         else panel_step(count, sums, (const input *)x + i, stride, (const element *)at);
     }
@@ -173,19 +187,17 @@ INLINE void rows_of_panels(const int is_int8, const struct product *job, int64_t
     const struct results to = RESULTS(a);
     int64_t rows = a->x.size[0], in = a->x.size[1], step = is_int8 ? INT8_STEP : STEP;
     const int64_t together = is_int8 ? ROWS_OF_PANEL : ROWS;
-    const int64_t step_bytes = step * PANEL * (is_int8 ? 1 : sizeof(element)), steps = (in + step - 1) / step;
-    const int64_t pace = rows > together ? step_bytes * together / (rows - together) : 0; /* of rows behind the first */
-    for (int64_t panel = begin; panel < end; panel++) {
-        const char *at = (const char *)a->panels.data + panel * steps * step_bytes, *ahead = at + AHEAD;
+    const int64_t step_bytes = step * PANEL * (is_int8 ? 1 : sizeof(element)), bytes = (in + step - 1) / step * step_bytes;
+    for (int64_t panel = begin; panel < end; panel++)
         for (int64_t row = 0; row < rows; row += together) {
             panel_sums sums[MOST_ROWS];
             int64_t count = least_of(together, rows - row);
             const char *x = (const char *)job->x + row * job->stride * (is_int8 ? sizeof(float) : sizeof(input));
-            FOR_COUNT(one_panel, count, is_int8, sums, x, job->stride, at, in, ahead, row == 0 ? step_bytes : pace)
+            const char *at = (const char *)a->panels.data + panel * bytes;
+            FOR_COUNT(one_panel, count, is_int8, sums, x, job->stride, at, in,
+                      lines_ahead(at, bytes, step_bytes, row, rows, together))
             write_sums(&to, (const float *)sums, row, count, panel);
-            ahead = row == 0 ? at + steps * step_bytes : ahead + steps * pace; /* the next panel, while rows share one */
         }
-    }
 }
 
 static void linear_panels(const void *job, int64_t begin, int64_t end) { rows_of_panels(0, job, begin, end); }

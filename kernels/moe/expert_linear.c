@@ -135,7 +135,8 @@ static void multiply_pairs(const void *given, int64_t expert, const int32_t *pai
                 }
 #endif
                 FOR_COUNT(one_panel, least_of(ROWS, count - row), 0, (panel_sums *)at, x + row * stride, stride,
-                          (const char *)own, in)
+                          (const char *)own, in,
+                          lines_ahead((const char *)own, size * sizeof *own, STEP * PANEL * sizeof *own, row, count, ROWS))
             }
         write_pairs(&to, sums, sums + room, pairs, count, expert, panel);
     }
