@@ -16,10 +16,10 @@ TOY = {
     ],
     "kernels/sampling/sampling_slots.py": [
         ('        SlotSpec("seed",', '        SlotSpec("toy_p", torch.float32),\n        SlotSpec("seed",'),
-        ("    seed: Int64\n", "    toy_p: Float32\n    seed: Int64\n"),
+        ("    seed: Int64", "    toy_p: Float32\n    seed: Int64"),
     ],
     "kernels/sampling/sample.py": [
-        ("slots.min_p.numpy()[row]", "max(slots.min_p.numpy()[row], slots.toy_p.numpy()[row])")
+        ("slots.top_p, slots.min_p)", "slots.top_p, slots.min_p.maximum(slots.toy_p))")
     ],
     "kernels/sampling/sample_and_advance.py": [
         ("tl.load(slots.min_p + row)", "tl.maximum(tl.load(slots.min_p + row), tl.load(slots.toy_p + row))")
