@@ -18,3 +18,26 @@ from .ledger import Checkpoints, PageLedger
 from .paged_cache import PagedKVCache, copy_page, fill_page_row
 from .pool import PagePool
 from .rolling import RollingPages
+
+__all__ = [
+    "CacheFullError",
+    "CacheScales",
+    "Checkpoints",
+    "Keys",
+    "KeysAndState",
+    "LayerCache",
+    "LayerState",
+    "PageLedger",
+    "PagePool",
+    "PagedKVCache",
+    "Recurrent",
+    "RecurrentState",
+    "RollingPages",
+    "UnknownSequenceError",
+    "copy_page",
+    "fill_page_row",
+    "layer_state",
+    "paged",
+    "stateful",
+    "untouched_zeros",
+]

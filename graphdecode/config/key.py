@@ -13,7 +13,7 @@ import re
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from numbers import Integral, Real
+from numbers import Integral, Number, Real
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -96,7 +96,11 @@ def keys_of(config: Any) -> tuple[Key, ...]:
 def check_keys(config: Any) -> None:
     """Raise a ConfigError for the first key of a configuration with an invalid value."""
     for each in keys_of(config):
-        each.check(getattr(config, each.field))
+        value = getattr(config, each.field)
+        each.check(value)
+        for number in value if isinstance(value, (list, tuple)) else [value]:  # other numbers cannot be written as TOML
+            if isinstance(number, Number) and not isinstance(number, (int, float)):
+                raise ConfigError(f"{each.name} must be {each.values.expected}, got {type(number).__name__} {number}")
 
 
 def is_integer(value: Any, low: float = -math.inf, high: float = math.inf) -> bool:

@@ -4,3 +4,15 @@ from graphdecode.config.sampling_params import SamplingParams, StructuredOutputs
 from graphdecode.engine.engine import Engine
 from graphdecode.engine.metrics import EngineStats, RequestMetrics
 from graphdecode.engine.request import Event, Request, RequestError, TokenLogprobs
+
+__all__ = [
+    "Engine",
+    "EngineStats",
+    "Event",
+    "Request",
+    "RequestError",
+    "RequestMetrics",
+    "SamplingParams",
+    "StructuredOutputsParams",
+    "TokenLogprobs",
+]

@@ -18,3 +18,28 @@ from graphdecode.models.load import (
 from graphdecode.models.model import Chunks, Model
 from graphdecode.models.source import ModelSourceError, resolve_model_path
 from graphdecode.models.weight_map import CheckpointError
+
+__all__ = [
+    "CheckpointError",
+    "Chunks",
+    "Decoder",
+    "Family",
+    "Model",
+    "ModelConfig",
+    "ModelShape",
+    "ModelSourceError",
+    "UnsupportedModelError",
+    "adapter_bytes",
+    "check_model",
+    "config_of",
+    "describe_model",
+    "generation_defaults",
+    "load_model",
+    "num_parameters",
+    "register_family",
+    "register_source",
+    "resolve_device",
+    "resolve_dtype",
+    "resolve_model_path",
+    "weight_bytes",
+]

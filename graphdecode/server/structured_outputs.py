@@ -8,9 +8,8 @@ import json
 import resource
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict, dataclass, fields
 from typing import Any, NamedTuple
-from weakref import WeakValueDictionary
 
 import numpy as np
 
@@ -169,6 +168,12 @@ class _Results(OrderedDict[bytes, str]):
             self.popitem(last=False)
 
 
+@dataclass
+class _Job:
+    task: asyncio.Task[str]
+    num_waiting: int = 0  # requests
+
+
 class GrammarCompiler:
     """Compiles structured outputs in a child process, caches the results, and sends the grammars to the engine."""
 
@@ -176,7 +181,7 @@ class GrammarCompiler:
         self._pool = pool
         self._engine = engine
         self._errors, self._grammars = _Results(), _Results()
-        self._locks: WeakValueDictionary[tuple[str, bytes], asyncio.Lock] = WeakValueDictionary()
+        self._jobs: dict[tuple[str, bytes], _Job] = {}
 
     async def grammar(self, params: StructuredOutputsParams, caller: str) -> str:
         """Return the grammar of a structured output.
@@ -185,13 +190,26 @@ class GrammarCompiler:
         """
         data = json.dumps(asdict(params)).encode()
         digest = hashlib.blake2b(data).digest()
-        async with self._locks.setdefault((caller, digest), asyncio.Lock()):  # one request of a caller reads for all
-            error, grammar = self._errors.get(digest), self._grammars.get(digest)
-            if error is not None:
-                raise ArgumentError(error)
-            if grammar is not None and self._engine.has_grammar(grammar):
-                return grammar
-            return await self._read(params, digest, caller, _LEAST_SIZE + len(data))
+        error, grammar = self._errors.get(digest), self._grammars.get(digest)
+        if error is not None:
+            raise ArgumentError(error)
+        if grammar is not None and self._engine.has_grammar(grammar):
+            return grammar
+        key = caller, digest  # requests of one caller share a job
+        job = self._jobs.get(key)
+        if job is None:
+            reading = self._read(params, digest, caller, _LEAST_SIZE + len(data))
+            job = self._jobs[key] = _Job(asyncio.create_task(reading, name="grammar"))
+            job.task.add_done_callback(lambda task: task.cancelled() or task.exception())  # no request may be left
+        job.num_waiting += 1
+        try:
+            return await asyncio.shield(job.task)
+        finally:
+            job.num_waiting -= 1
+            if not job.num_waiting:
+                job.task.cancel()
+                if self._jobs.get(key) is job:
+                    del self._jobs[key]
 
     async def _read(self, params: StructuredOutputsParams, digest: bytes, caller: str, size: int) -> str:
         try:

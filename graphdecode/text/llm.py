@@ -321,6 +321,8 @@ class LLM:
 
     def adapters_of(self, lora_request: LoRARequests, count: int) -> list[str | None]:
         """Return the name of each prompt's adapter, or None; new adapters are loaded."""
+        if self.router.closed:
+            raise ClosedError("this LLM was closed")
         requests = as_lora_requests(lora_request, count)
         for request in dict.fromkeys(each for each in requests if each is not None):
             self.engine.adapters.load_once(request.lora_name, request.lora_path)

@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
+from functools import cache
 from typing import Any
 
 from graphdecode.engine import Event, RequestMetrics, SamplingParams, TokenLogprobs
@@ -47,16 +48,15 @@ class CompletionOutput:
 
     def defer(self, **values: Callable[[], Any]) -> None:
         """Compute fields at their first read."""
-        vars(self)["_deferred"] = values
+        vars(self)["_deferred"] = vars(self).get("_deferred", {}) | {name: cache(make) for name, make in values.items()}
         for name in values:
-            del vars(self)[name]
+            vars(self).pop(name, None)
 
     def __getattr__(self, name: str) -> Any:
         deferred = vars(self).get("_deferred", {})
         if name not in deferred:
             raise AttributeError(name)
-        value = vars(self)[name] = deferred[name]()
-        return value
+        return deferred[name]()
 
     def __getstate__(self) -> dict[str, Any]:
         return {each.name: getattr(self, each.name) for each in fields(self)}
@@ -119,6 +119,7 @@ class RequestState:
                 include_stop=self._includes_stop,
                 spaced=params.spaces_between_special_tokens,
             )
+        self._shown = 0  # characters of the detokenized text that are visible
         self._begun = False
         self._texts: dict[int, str] = {}  # texts of single tokens, for log-probabilities
         self._changing = threading.Lock()  # between the thread that steps and one that aborts
@@ -176,14 +177,13 @@ class RequestState:
         """Return the output so far, which later events do not change; it is copied when it is read."""
         with self._changing:
             output, logprobs = self.output, self.output.logprobs
-            length, count = len(output.text), len(output.token_ids)
+            count = len(output.token_ids)
             ended, total = (output.finish_reason, output.stop_reason), output.cumulative_logprob
             snapshot = CompletionOutput(output.index, "", [], *ended, None, total)
             snapshot.defer(  # they only grow
-                text=lambda: output.text[:length],
-                token_ids=lambda: output.token_ids[:count],
-                logprobs=lambda: logprobs and logprobs[:count],
+                token_ids=lambda: output.token_ids[:count], logprobs=lambda: logprobs and logprobs[:count]
             )
+            self._show_text(snapshot)
             return snapshot
 
     def _take_tokens(self, event: Event) -> str | None:
@@ -221,8 +221,15 @@ class RequestState:
     def _show(self, *, final: bool) -> None:
         """Update the visible text of the output and of the stream."""
         if self._detokenizer is not None and (piece := self._detokenizer.take(final)):
-            self.output.text += piece
+            self._shown += len(piece)
+            self._show_text(self.output)
             self.pieces.append(piece)
+
+    def _show_text(self, output: CompletionOutput) -> None:
+        """Let an output have the text so far, which is copied when it is read."""
+        if self._detokenizer is not None:
+            detokenizer, shown = self._detokenizer, self._shown
+            output.defer(text=lambda: detokenizer.text[:shown])
 
     def _entries(self, token: int, logprobs: TokenLogprobs) -> dict[int, Logprob]:
         """Return the most likely tokens at a position, and the token there."""

@@ -95,7 +95,8 @@ def _checked(folder: Path, trust_remote_code: bool, replaceable: bool) -> Any:
 
 def _code_of(folder: Path) -> str | None:
     maps = [_settings_in(folder / name).get("auto_map") for name in ("tokenizer_config.json", "config.json")]
-    return next((shown(asked["AutoTokenizer"]) for asked in maps if asked and "AutoTokenizer" in asked), None)
+    found = [asked["AutoTokenizer"] for asked in maps if isinstance(asked, dict) and "AutoTokenizer" in asked]
+    return shown(found[0]) if found else None
 
 
 def _settings_in(file: Path) -> dict[str, Any]:

@@ -183,7 +183,7 @@ def early_bytes(launch: Launch, figures: Figures, gpu: Gpu) -> float:
         return float("inf")  # all of it
     warps = launch.options.get("num_warps", _WARPS_BY_DEFAULT)
     at_once = min(math.prod(launch.grid), gpu.processors * programs_at_once(figures, warps))
-    return figures.early_bytes * warps * min(at_once, _by_field(launch).get("asking", at_once))
+    return figures.early_bytes * warps * min(at_once, _by_field(launch).get("prefetchers", at_once))
 
 
 def _by_field(launch: Launch) -> dict[str, Any]:

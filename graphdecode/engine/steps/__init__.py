@@ -16,3 +16,20 @@ from graphdecode.engine.steps.step import (
     StepTokens,
     register_step,
 )
+
+__all__ = [
+    "ENDED_BEFORE",
+    "NO_CHOICE",
+    "DecodeStep",
+    "Drafting",
+    "RowInputs",
+    "RowSampling",
+    "SequenceMemory",
+    "SpeculativeStep",
+    "Step",
+    "StepDrafts",
+    "StepLogprobs",
+    "StepSetting",
+    "StepTokens",
+    "register_step",
+]

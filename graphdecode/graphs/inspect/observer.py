@@ -258,7 +258,7 @@ class StepObserver(TorchDispatchMode):
             self.refuse(CaptureError("undeclared-input", schema.overload, detail))
         elif is_written:
             self.refuse(CaptureError("constant-written", schema.overload, self.owner_of(tensor) or ""))
-        else:
+        elif self._constants.names(tensor):
             self._constants.known[id(tensor)] = Known.of(tensor, self._constants.name_of(tensor))
         return key
 

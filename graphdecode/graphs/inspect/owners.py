@@ -52,7 +52,8 @@ class MemoryMap:
 
     def __init__(self, tensors: dict[str, Tensor]) -> None:
         self.sizes = {name: tensor.nbytes for name, tensor in tensors.items() if not is_opaque(tensor)}
-        self.known: dict[int, Known] = {}  # filled while steps are observed, by the ids of tensors
+        self.known: dict[int, Known] = {}  # of `tensors`: filled while steps are observed, by their ids
+        self._ids = {id(tensor) for tensor in tensors.values()}
         self._named: dict[int, list[tuple[int, int, str]]] = {}
         for name in self.sizes:
             begin = tensors[name].data_ptr()
@@ -61,6 +62,10 @@ class MemoryMap:
 
     def __contains__(self, key: int | None) -> bool:
         return key in self._named
+
+    def names(self, tensor: Tensor) -> bool:
+        """Whether a tensor is one of `tensors`, and no view of one."""
+        return id(tensor) in self._ids
 
     def name_of(self, tensor: Tensor) -> str | None:
         """Return the name of the tensor whose memory a tensor lies in, or None."""

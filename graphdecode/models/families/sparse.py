@@ -117,7 +117,7 @@ class Sparse(Llama):
         return places | product(f"{at}experts.down", down, width, split=1, bias=self.has_biases)
 
     def stacked_weights(self, experts: ExpertsConfig, hidden: int, at: str, mlp: str) -> WeightMap:
-        """Return the weight map of one layer's stacks of experts, for their layout see `ExpertNames`."""
+        """Return the weight map of one layer's stacks of experts, for their layout see `StackLayout`."""
         places: WeightMap = {}
         width, halves = experts.intermediate_size, (Run(experts.intermediate_size),) * 2
         gate_up, down = (2 * width, hidden), (hidden, width)

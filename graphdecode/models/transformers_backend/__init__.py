@@ -2,3 +2,5 @@
 
 from graphdecode.models.transformers_backend.folder import AdoptedFolder
 from graphdecode.models.transformers_backend.module_decoder import AdoptedConfig, ModuleDecoder
+
+__all__ = ["AdoptedConfig", "AdoptedFolder", "ModuleDecoder"]
