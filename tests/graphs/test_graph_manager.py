@@ -100,6 +100,19 @@ def test_law_4_hostile_padding_changes_no_live_bit(step, buffers, weight) -> Non
         assert torch.equal(buffers.y[:batch_size], clean)
 
 
+def test_a_view_of_a_constant_that_has_other_memory_is_refused_by_the_next_capture(buffers, weight) -> None:
+    gain = weight[0]
+
+    def step(batch: Batch) -> None:
+        rms_norm(batch.y, batch.x, gain, 1e-5)
+
+    graphs = captured(step, buffers, weight)
+    gain.data = torch.ones_like(gain)
+    with pytest.raises(CaptureError) as caught:
+        graphs.capture(progress=False)
+    assert caught.value.kind == "undeclared-input"
+
+
 def test_law_1_a_replay_uses_the_memory_of_the_capture(step, buffers, weight) -> None:
     graphs = captured(step, buffers, weight)
     before = {name: tensor.data_ptr() for name, tensor in buffers.tensors.items()}
