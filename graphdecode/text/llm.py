@@ -265,8 +265,7 @@ class LLM:
         except BaseException:
             self.router.abort(states)
             raise
-        if self.router.closed:
-            raise ClosedError("this LLM was closed")
+        self._check_open()
         return [parent.output for parent in parents]
 
     @staticmethod
@@ -319,10 +318,13 @@ class LLM:
         """Forget an adapter; requests that use it go on. Raises ArgumentError if none has that name."""
         self.engine.adapters.unload(name)
 
-    def adapters_of(self, lora_request: LoRARequests, count: int) -> list[str | None]:
-        """Return the name of each prompt's adapter, or None; new adapters are loaded."""
+    def _check_open(self) -> None:
         if self.router.closed:
             raise ClosedError("this LLM was closed")
+
+    def adapters_of(self, lora_request: LoRARequests, count: int) -> list[str | None]:
+        """Return the name of each prompt's adapter, or None; new adapters are loaded."""
+        self._check_open()
         requests = as_lora_requests(lora_request, count)
         for request in dict.fromkeys(each for each in requests if each is not None):
             self.engine.adapters.load_once(request.lora_name, request.lora_path)

@@ -108,10 +108,10 @@ class Owners:
 
     def constants_now(self) -> MemoryMap:
         """Return the current memory of the constants."""
-        held = list(_tensors_in(self._constants))
-        facts = [(id(tensor), None if is_opaque(tensor) else tensor.data_ptr()) for tensor in held]
+        named = list(_named_tensors(self._constants, "constants"))
+        facts = [(id(tensor), None if is_opaque(tensor) else tensor.data_ptr()) for _, tensor in named]
         if self._map_of[1] != facts:
-            self._map, self._map_of = MemoryMap(dict(_named_tensors(self._constants, "constants"))), (held, facts)
+            self._map, self._map_of = MemoryMap(dict(named)), ([tensor for _, tensor in named], facts)
         return self._map
 
     def freeze(self) -> None:
@@ -139,16 +139,6 @@ class Owners:
 
 def _refuse_to_load(module: torch.nn.Module, *_arguments: Any) -> None:
     raise FrozenError(f"the graphs that read {type(module).__name__} are frozen: thaw() before loading weights")
-
-
-def _tensors_in(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, torch.nn.Module):
-        yield from (*value.parameters(), *value.buffers())
-    else:
-        for member in value.values() if isinstance(value, dict) else value:
-            yield from _tensors_in(member)
 
 
 def _named_tensors(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
