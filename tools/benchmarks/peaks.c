@@ -5,7 +5,6 @@
 #include <time.h>
 
 #define MOST_THREADS 64
-#define SUMS 16 /* of pairs that do not wait for one another */
 #define TURNS 1000000
 
 #if defined(__x86_64__)
@@ -26,6 +25,8 @@ static double seconds_now(void) {
 #if defined(__aarch64__)
 #include <arm_neon.h>
 #define HELD "+w"
+#elif defined(__AVX512F__)
+#define HELD "+v"
 #else
 #define HELD "+x"
 #endif
@@ -36,21 +37,27 @@ static double seconds_now(void) {
 #else
 #define BYTES 16
 #endif
+#if defined(__x86_64__) && !defined(__AVX512F__)
+#define SUMS 12 /* that do not wait for one another, and leave registers for the factors */
+#else
+#define SUMS 16
+#endif
 typedef float floats __attribute__((vector_size(BYTES)));
 
-/* A thread's work: SUMS += x * y, over and over; each turn is done, for the compiler knows no value. */
-#define WORK(name, sum, factor, product)                                          \
-    static void *name(void *none) {                                               \
-        sum sums[SUMS];                                                           \
-        factor x, y;                                                              \
-        memset(sums, 0, sizeof sums), memset(&x, 0, sizeof x), memset(&y, 0, sizeof y); \
-        for (int i = 0; i < SUMS; i++) __asm__ volatile("" : HELD(sums[i]));      \
-        for (int turn = 0; turn < TURNS; turn++) {                                \
-            _Pragma("GCC unroll 16") for (int i = 0; i < SUMS; i++) sums[i] = product; \
-            __asm__ volatile("" : HELD(x), HELD(y));                              \
-        }                                                                         \
-        for (int i = 0; i < SUMS; i++) __asm__ volatile("" : HELD(sums[i]));      \
-        return none;                                                              \
+/* A thread's work: SUMS += x * y, over and over; each turn is done, for the compiler knows no value. Sums are named by
+ * constants alone, so that they stay in registers. */
+#define EACH _Pragma("GCC unroll 16") for (int i = 0; i < SUMS; i++)
+#define WORK(name, sum, factor, product)                              \
+    static void *name(void *none) {                                   \
+        sum sums[SUMS];                                               \
+        factor x = {0}, y = {0};                                      \
+        EACH sums[i] = (sum){0};                                      \
+        for (int turn = 0; turn < TURNS; turn++) {                    \
+            __asm__ volatile("" : HELD(x), HELD(y));                  \
+            EACH sums[i] = product;                                   \
+            EACH __asm__ volatile("" : HELD(sums[i]));                \
+        }                                                             \
+        return none;                                                  \
     }
 
 WORK(multiply_floats, floats, floats, sums[i] + x * y)
