@@ -9,7 +9,7 @@
 
 #define INT8_STEP 4 /* input features in one 32-bit word: [panel][in / 4][PANEL][4] */
 #define LARGE_RESULT 1048576 /* bytes: about half of an L2 cache */
-#define AHEAD 2048  /* bytes of prefetch distance */
+#define AHEAD(rows) ((rows) < 2 ? 4096 : 6144) /* bytes of prefetch distance; more delay the lines that are due */
 #define TILES_AHEAD 3072 /* the same for tiles: multiples of a tile's bytes are slower */
 #include "linear/split_tiles.h"
 
@@ -153,7 +153,7 @@ struct ahead {
  * next panel. */
 static inline struct ahead lines_ahead(const char *panel, int64_t bytes, int64_t step_bytes, int64_t row, int64_t rows,
                                        int64_t together) {
-    if (row == 0) return (struct ahead){panel + AHEAD, step_bytes};
+    if (row == 0) return (struct ahead){panel + AHEAD(rows), step_bytes};
     int64_t pace = step_bytes * together / (rows - together);
     return (struct ahead){panel + bytes + (row / together - 1) * (bytes / step_bytes) * pace, pace};
 }
@@ -172,8 +172,8 @@ INLINE void one_panel(const int count, const int is_int8, panel_sums *out, const
         for (int v = 0; v < VECTORS; v++) sums[r][v] = splat(0.0f);
     for (int64_t i = 0; i < in; i += is_int8 ? INT8_STEP : STEP, ahead.at += ahead.pace) {
         const char *at = panel + i * PANEL * (is_int8 ? 1 : sizeof(element));
-        __builtin_prefetch(ahead.at);
-        __builtin_prefetch(ahead.at + 64);
+        __builtin_prefetch(ahead.at, 0, 2); /* into L2: the L1 cache keeps the rows */
+        __builtin_prefetch(ahead.at + 64, 0, 2);
         if (is_int8) int8_step(count, sums, (const float *)x + i, stride, (const int8_t *)at);
         else panel_step(count, sums, (const input *)x + i, stride, (const element *)at);
     }

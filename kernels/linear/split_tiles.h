@@ -11,6 +11,7 @@
 #ifdef WITH_TILES
 #define SPLIT_PART (TILE_IN * PANEL) /* of a block of weights: upper or lower parts in pairs, [TILE_IN / 2][PANEL][2] */
 #define SPLIT_BLOCK (2 * SPLIT_PART)
+#define SPLIT_AHEAD 1024 /* weights of prefetch distance */
 #define SPLIT_BYTES 1048576 /* of split rows, which stay in the L2 cache while panels are read */
 
 /* The upper part of each value, in the upper half of its lane; the rest is also bf16. */
@@ -37,8 +38,8 @@ static void split_row(uint16_t *to, const uint16_t *x, int64_t in, int64_t padde
 INLINE void split_weights(uint16_t *to, const uint16_t *from, const int begin, const int end, int64_t count) {
 #pragma GCC unroll 16
     for (int i = begin; i < end; i += 2) {
-        __builtin_prefetch(from + i * PANEL + AHEAD / 2);
-        __builtin_prefetch(from + (i + 1) * PANEL + AHEAD / 2);
+        __builtin_prefetch(from + i * PANEL + SPLIT_AHEAD);
+        __builtin_prefetch(from + (i + 1) * PANEL + SPLIT_AHEAD);
 #pragma GCC unroll 2
         for (int half = 0; half < PANEL; half += LANES) {
             vec even = i < count ? load_f16(from + i * PANEL + half) : splat(0.0f);

@@ -16,10 +16,10 @@
 #define MOST_THREADS 256
 #define SLEEP_SPINS 4000 /* pauses, some 0.1 ms, before a thread without work sleeps */
 #define YIELD_SPINS 1000 /* pauses before a waiting caller yields its core */
-#define PARTS 6       /* of a thread's even share */
-#define FIRST_PARTS 3 /* parts of its first chunk, whose beginning is not prefetched. Later chunks are one part */
-#define CHUNK_BITS 11 /* of the ticket: as many chunks as MOST_THREADS share, and no more */
-_Static_assert(MOST_THREADS * PARTS < 1 << CHUNK_BITS, "all chunks are counted in the ticket");
+#define SHARE_BITS 4 /* the smallest chunk is at least this power of 1/2 of a thread's even share */
+#define MOST_ROUNDS (SHARE_BITS + 4)
+#define CHUNK_BITS 12 /* of the ticket: as many chunks as MOST_THREADS share, and no more */
+_Static_assert(MOST_THREADS * MOST_ROUNDS < 1 << CHUNK_BITS, "all chunks are counted in the ticket");
 
 typedef void (*body)(const void *job, int64_t begin, int64_t end);
 
@@ -61,17 +61,13 @@ static struct {
     int64_t started;
     body run;
     const void *job;
-    int64_t items, part; /* items of a part */
-    int64_t longer;      /* chunks that are of FIRST_PARTS */
+    int64_t items;
+    struct {
+        int64_t begin, size; /* of each of its chunks */
+    } rounds[MOST_ROUNDS];
 } pool = {.lock = PTHREAD_MUTEX_INITIALIZER, .wake = PTHREAD_COND_INITIALIZER, .busy = ATOMIC_FLAG_INIT};
 
 static inline uint64_t job_of(uint64_t ticket) { return ticket >> 2 * CHUNK_BITS; }
-
-/* The first item of a chunk of the job. */
-static inline int64_t begin_of(int64_t chunk) {
-    int64_t longer = chunk < pool.longer ? chunk : pool.longer;
-    return (chunk + longer * (FIRST_PARTS - 1)) * pool.part;
-}
 
 /* Run chunks of a job until none is left. The ticket alone says whether a chunk may be taken; the job's other fields are
  * valid until all taken chunks are finished. */
@@ -82,7 +78,8 @@ static void share_work(uint64_t number) {
         uint64_t next = ticket & mask, chunks = ticket >> CHUNK_BITS & mask;
         if (job_of(ticket) != number || next >= chunks) return;
         if (!atomic_compare_exchange_weak(&pool.ticket, &ticket, ticket + 1)) continue;
-        int64_t begin = begin_of((int64_t)next), end = begin_of((int64_t)next + 1);
+        int64_t threads = atomic_load(&pool.threads), round = (int64_t)next / threads, size = pool.rounds[round].size;
+        int64_t begin = pool.rounds[round].begin + (int64_t)next % threads * size, end = begin + size;
         pool.run(pool.job, begin, end < pool.items ? end : pool.items);
         atomic_fetch_add(&pool.finished, 1);
     }
@@ -123,20 +120,32 @@ static void start_threads(int64_t threads) {
     pthread_sigmask(SIG_SETMASK, &before, 0);
 }
 
+/* Cut the job's items into chunks, and return how many there are: rounds of one for each thread, which take half of what is
+ * left, so that all threads end at about the same time, however fast they are. */
+static int64_t cut_chunks(int64_t threads, int64_t least) {
+    int64_t begin = 0, chunks = 0, smallest = pool.items / (threads << SHARE_BITS);
+    if (smallest < least) smallest = least;
+    for (int round = 0; begin < pool.items; round++) {
+        int64_t left = pool.items - begin, size = left / (2 * threads) > smallest ? left / (2 * threads) : smallest;
+        pool.rounds[round].begin = begin, pool.rounds[round].size = size;
+        chunks += left < threads * size ? (left + size - 1) / size : threads;
+        begin += threads * size;
+    }
+    return chunks;
+}
+
 /* Run `run(job, begin, end)` over 0..items in chunks of at least `least` items, and wait for all. While another thread's job
  * is shared, this thread runs its own without help. */
 void parallel(int64_t threads, body run, const void *job, int64_t items, int64_t least) {
-    int64_t even = (items + threads * PARTS - 1) / (threads * PARTS), part = even > least ? even : least;
-    if (threads < 2 || items <= part || atomic_flag_test_and_set(&pool.busy)) {
+    if (threads < 2 || items <= least || atomic_flag_test_and_set(&pool.busy)) {
         run(job, 0, items);
         return;
     }
     if (pool.started < threads - 1) start_threads(threads);
-    int64_t parts = (items + part - 1) / part, longer = parts < threads * (PARTS - 1) ? 0 : threads;
-    int64_t chunks = parts - longer * (FIRST_PARTS - 1);
     uint64_t number = job_of(atomic_load(&pool.ticket)) + 1;
     atomic_store(&pool.threads, threads);
-    pool.run = run, pool.job = job, pool.items = items, pool.part = part, pool.longer = longer;
+    pool.run = run, pool.job = job, pool.items = items;
+    int64_t chunks = cut_chunks(threads, least);
     atomic_store(&pool.finished, 0);
     atomic_store(&pool.ticket, (number << CHUNK_BITS | (uint64_t)chunks) << CHUNK_BITS);
     if (atomic_load(&pool.sleeping) > 0) {
