@@ -13,8 +13,10 @@ import torch
 from torch import Tensor
 
 from graphdecode.kernels.linear.linear import (
+    can_gate,
     can_pack,
     can_panel,
+    gated_linear,
     int8_linear,
     linear,
     native_linear,
@@ -94,6 +96,13 @@ class Panels(WeightForm):
 
     def apply(self, out: Tensor, x: Tensor) -> None:
         native_linear(out, x, self.panels, None, self.bias)
+
+    @property
+    def can_gate(self) -> bool:
+        return can_gate(self.panels, self.out_features)
+
+    def apply_gated(self, out: Tensor, x: Tensor, activation: str) -> None:
+        gated_linear(out, x, self.panels, activation, self.bias)
 
 
 @dataclass(frozen=True)

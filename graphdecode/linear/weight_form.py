@@ -209,6 +209,15 @@ class WeightForm(StoredForm):
             x: of the model's dtype.
         """
 
+    @property
+    def can_gate(self) -> bool:
+        """Whether there is `apply_gated`."""
+        return False
+
+    def apply_gated(self, out: Tensor, x: Tensor, activation: str) -> None:
+        """Write `activation(gate) * up` of the product into `out` [rows, out_features / 2]; see `act_mul`."""
+        raise NotImplementedError
+
     def fused(self, rows: int) -> FusedProduct | None:
         """Return a product for this many rows that fuses norm or epilogue; None if there is none."""
         return None

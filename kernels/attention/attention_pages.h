@@ -12,7 +12,6 @@
 #define MOST_DIM 576 /* of a head, for tiles of few queries */
 #define STREAMS 4    /* of keys, and as many of values, that are asked for at once */
 #define LEAST_LOGIT -1e30f /* of a query that has seen nothing */
-#define HAND_OVER(to, from) memcpy(&(to), &(from), sizeof(to)) /* a tensor, whose struct has no name */
 
 /* What becomes of products of queries and keys. A variant of attention that changes logits is a field of this record, and
  * what `logits_from` makes of it. */

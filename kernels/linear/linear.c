@@ -4,6 +4,7 @@
  * reads one stream from its beginning to its end. Up to ROWS rows share what was read. Each sum runs over the input
  * features in order, in one accumulator, whatever the number of rows and threads.
  */
+#include "model/activations.h"
 #include "native.h"
 #include "native_products.h"
 
@@ -17,6 +18,7 @@ struct product {
     const native_linear_args *a;
     const void *x; /* the rows in the kernel's layout */
     int64_t stride; /* of these; of rows that are split in two parts, [rows][2][stride], that of a part */
+    int64_t activation; /* of a gated product */
 };
 
 /* The output of a product: rows of floats or elements. */
@@ -182,27 +184,45 @@ INLINE void one_panel(const int count, const int is_int8, panel_sums *out, const
 
 #define RESULTS(a) {(a)->out.data, (a)->out.size[1], (a)->out.size[1], IS_WIDE((a)->out), (a)->scales.data, (a)->bias.data}
 
-INLINE void rows_of_panels(const int is_int8, const struct product *job, int64_t begin, int64_t end) {
+/* Replace the sums of a gate's panel by `activation(gate) * up`, both with their biases, if any. */
+static void gate_rows(const struct product *job, panel_sums *gates, const panel_sums *ups, int64_t rows, int64_t panel) {
+    const element *bias = job->a->bias.data;
+    vec biases[2][VECTORS] = {0};
+    for (int half = 0; bias && half < 2; half++)
+        values_of_panel(biases[half], bias + half * job->a->out.size[1] + panel * PANEL, PANEL);
+    for (int64_t r = 0; r < rows; r++)
+        for (int v = 0; v < VECTORS; v++)
+            gates[r][v] = activate(gates[r][v] + biases[0][v], job->activation) * (ups[r][v] + biases[1][v]);
+}
+
+/* `halves` is 2 if half of the panels are those of a gate; a constant where this is used. */
+INLINE void rows_of_panels(const int is_int8, const int halves, const struct product *job, int64_t begin, int64_t end) {
     const native_linear_args *a = job->a;
-    const struct results to = RESULTS(a);
+    struct results to = RESULTS(a);
     int64_t rows = a->x.size[0], in = a->x.size[1], step = is_int8 ? INT8_STEP : STEP;
     const int64_t together = is_int8 ? ROWS_OF_PANEL : ROWS;
     const int64_t step_bytes = step * PANEL * (is_int8 ? 1 : sizeof(element)), bytes = (in + step - 1) / step * step_bytes;
+    if (halves == 2) to.bias = 0;
     for (int64_t panel = begin; panel < end; panel++)
         for (int64_t row = 0; row < rows; row += together) {
-            panel_sums sums[MOST_ROWS];
+            panel_sums sums[2][MOST_ROWS];
             int64_t count = least_of(together, rows - row);
             const char *x = (const char *)job->x + row * job->stride * (is_int8 ? sizeof(float) : sizeof(input));
-            const char *at = (const char *)a->panels.data + panel * bytes;
-            FOR_COUNT(one_panel, count, is_int8, sums, x, job->stride, at, in,
-                      lines_ahead(at, bytes, step_bytes, row, rows, together))
+            for (int half = 0; half < halves; half++) {
+                const char *at = (const char *)a->panels.data + (half * a->panels.size[0] / 2 + panel) * bytes;
+                FOR_COUNT(one_panel, count, is_int8, sums[half], x, job->stride, at, in,
+                          lines_ahead(at, bytes, step_bytes, row, rows, together))
+            }
+            if (halves == 2) gate_rows(job, sums[0], sums[1], count, panel);
             write_sums(&to, (const float *)sums, row, count, panel);
         }
 }
 
-static void linear_panels(const void *job, int64_t begin, int64_t end) { rows_of_panels(0, job, begin, end); }
+static void linear_panels(const void *job, int64_t begin, int64_t end) { rows_of_panels(0, 1, job, begin, end); }
 
-static void int8_panels(const void *job, int64_t begin, int64_t end) { rows_of_panels(1, job, begin, end); }
+static void int8_panels(const void *job, int64_t begin, int64_t end) { rows_of_panels(1, 1, job, begin, end); }
+
+static void gated_panels(const void *job, int64_t begin, int64_t end) { rows_of_panels(0, 2, job, begin, end); }
 
 #if defined(ELEMENT_BF16) && defined(WITH_TILES)
 /* Write some rows' sums with a whole panel, a line at a time. A large result bypasses the caches: it is evicted before it is
@@ -330,7 +350,7 @@ static void split_many(const void *given, int64_t begin, int64_t end) {
 
 KERNEL(native_linear) {
     int64_t rows = a->x.size[0], in = a->x.size[1], least = items_of(SHARED_WORK, rows * in * PANEL);
-    struct product job = {a, 0, a->x.stride[0]};
+    struct product job = {.a = a, .stride = a->x.stride[0]};
     if (a->scales.data) {
         job.x = widened(a->x.data, &job.stride, rows, in, INT8_STEP);
         parallel(threads, int8_panels, &job, a->panels.size[0], least);
@@ -350,4 +370,13 @@ KERNEL(native_linear) {
         job.x = prepared(a->x.data, &job.stride, rows, in);
         parallel(threads, linear_panels, &job, a->panels.size[0], least);
     }
+}
+
+KERNEL(gated_linear) {
+    int64_t rows = a->x.size[0], in = a->x.size[1];
+    native_linear_args both = {0};
+    HAND_OVER(both.out, a->out), HAND_OVER(both.x, a->x), HAND_OVER(both.panels, a->panels), HAND_OVER(both.bias, a->bias);
+    struct product job = {.a = &both, .stride = a->x.stride[0], .activation = a->activation};
+    job.x = prepared(a->x.data, &job.stride, rows, in);
+    parallel(threads, gated_panels, &job, a->panels.size[0] / 2, items_of(SHARED_WORK, 2 * rows * in * PANEL));
 }

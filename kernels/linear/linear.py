@@ -10,11 +10,13 @@ third of it at batch 8; for small matrices the plain product is faster.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 
+from ..model.act_mul import ACTIVATIONS, gated
+from ..native.instructions import instructions
 from ..native.library import ELEMENTS, fits
 from ..native.registration import AnyElement, Wide, Written, operator
 
@@ -99,6 +101,36 @@ def native_linear(
         out.mul_(scales)
         if bias is not None:
             out.add_(bias)
+
+
+def can_gate(panels: Tensor, out_features: int) -> bool:
+    """Whether `gated_linear` is faster for a weight in panels than the product and `act_mul`: not with matrix tiles."""
+    return out_features % (2 * PANEL) == 0 and panels.dtype in ELEMENTS and instructions().name != "amx"
+
+
+@operator(is_compiled=lambda x, panels: panels.dtype == x.dtype and x.stride(1) == 1)
+def gated_linear(
+    out: Written[Tensor],
+    x: Tensor,
+    panels: Tensor,
+    activation: Annotated[str, ACTIVATIONS],
+    bias: Tensor | None = None,
+) -> None:
+    """Write `activation(gate) * up` of the product `x @ weight.T + bias` into `out`, the weight in panels.
+
+    The product is not rounded. Only on a CPU.
+
+    Args:
+        out: [rows, width], contiguous; width is a multiple of 32.
+        x: [rows, in_features], float32, bfloat16 or float16, rows may be strided.
+        panels: from `to_panels`, of x's dtype: [2 * width, in_features], the gate first.
+        activation: one of `act_mul`'s.
+        bias: [2 * width] or None.
+    """
+    weight = panels.transpose(1, 2).flatten(2).flatten(0, 1)[:, : x.shape[1]]
+    gate_up = torch.empty(x.shape[0], weight.shape[0], dtype=torch.float32, device=x.device)
+    plain_product(gate_up, x, weight, bias)
+    gated(out, gate_up, activation)
 
 
 # torch's int8 product is a matrix-vector loop, vectorized only for bf16: from this many rows on, a product with the

@@ -1,12 +1,13 @@
 /* The products of experts with their rows, over weights in panels, plain or quantized; see expert_linear.py.
  *
  * A task is one panel of an expert with pairs, or with a gate two adjacent ones. Tiles and sums are those of linear.c and
- * quantized_linear.c, so that a row has the same bits with few and many others if required; activations are those of
- * act_mul.c. These come before this file in the unit.
+ * quantized_linear.c, so that a row has the same bits with few and many others if required. These come before this file in
+ * the unit.
  */
 #include "native.h"
 #include "linear/integer_products.h"
 #include "linear/quantized_tiles.h"
+#include "model/activations.h"
 #include "native_blocks.h"
 
 #define PAIRS_TOGETHER 64 /* pairs whose rows are gathered at a time */

@@ -45,6 +45,8 @@ typedef uint16_t hvec __attribute__((vector_size(2 * LANES)));
         int64_t code;            \
     }
 
+#define HAND_OVER(to, from) memcpy(&(to), &(from), sizeof(to)) /* a tensor, whose struct has no name */
+
 /* A kernel of an operation: it sees its arguments as `a`, and may have `threads` threads for each job of its. All kernels
  * have one type, so that a list of them can be run in one call. */
 #define KERNEL(operation)                                                              \
