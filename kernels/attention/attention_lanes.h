@@ -75,7 +75,7 @@ INLINE uvec features_at(const element *at, int64_t i, int64_t dim) {
 #if IN_PAIRS
     uvec words = {0};
     if (i + OF_VECTOR <= dim) return load_words(at + i);
-    if (i < dim) memcpy(&words, at + i, (dim - i) * sizeof *at);
+    if (i < dim) memcpy(&words, at + i, sizeof words / 2); /* dim is of whole vectors of floats */
     return words;
 #else
     (void)dim;

@@ -40,11 +40,6 @@ INLINE vec logits_from(vec products, struct logits of, float unit) {
     return products * (of.scale * unit);
 }
 
-/* The same of whole vectors in their place. */
-static void change_logits(float *logits, int64_t count, struct logits of) {
-    for (int64_t j = 0; j < count; j += LANES) store_f32(logits + j, logits_from(load_f32(logits + j), of, 1.0f));
-}
-
 /* Values that are the last channels of latent keys are read as whole keys: how many channels come before them, and where
  * the values of the first entry begin. */
 #define SKIPPED(a) ((a)->k_cache.size[3] - (a)->v_cache.size[3])
@@ -106,6 +101,17 @@ INLINE void ask_for(struct coming *next, int64_t bytes) {
             __builtin_prefetch(values + next->at[part], 0, 2);
         }
         next->byte += 64, next->left -= 64;
+    }
+}
+
+/* Ask for some tokens' keys or values, one after the other, first all keys: a processor whose requests for the second cache
+ * are few fetches more by itself where they come in the order of memory, many at a time. */
+INLINE void ask_in_order(struct coming *next, int64_t tokens) {
+    for (; tokens > 0 && next->token < 2 * next->count; tokens--, next->token++) {
+        int is_value = next->token >= next->count;
+        const char *from = is_value ? next->values : next->keys;
+        from += next->places[next->token - is_value * next->count] * next->size;
+        for (int64_t byte = 0; byte < next->bytes; byte += 64) __builtin_prefetch(from + byte, 0, 2);
     }
 }
 

@@ -10,7 +10,7 @@
 
 #ifndef GRAPHDECODE_DECODE_ATTENTION
 #define GRAPHDECODE_DECODE_ATTENTION
-#define BLOCK 32 /* keys; both they and their values as floats stay in the first cache */
+#define BLOCK 16 /* keys: what is asked for ahead of its use is not more than some KB */
 #define VALUE_VECTORS (LANES == 8 ? 2 : 4) /* of values, whose sums of four queries stay in registers */
 #define SPAN 512 /* keys; a multiple of BLOCK and KEYS */
 
@@ -34,45 +34,63 @@ static struct seen seen_of(int64_t length, int64_t q_len, const AttentionOptions
     return (struct seen){position, window >= 0 && position > window ? position - window : 0, length};
 }
 
-/* Forbid what a query does not see of a block that begins at key `first`; return whether it sees anything. */
-static int mask_block(float *logits, int64_t first, int64_t position, int64_t window) {
-    int64_t begin = window >= 0 && position - window > first ? position - window - first : 0;
-    int64_t end = position - first + 1 < BLOCK ? position - first + 1 : BLOCK;
-    for (int64_t j = 0; j < begin && j < BLOCK; j++) logits[j] = -INFINITY;
-    for (int64_t j = end > 0 ? end : 0; j < BLOCK; j++) logits[j] = -INFINITY;
-    return begin < end;
-}
+static float power_to(float logit) { return IN_PAIRS ? exp2f(logit) : expf(logit); }
 
-/* Multiply the logits or weights of some queries with the scales of a block's entries. */
+/* Multiply the logits of some queries with the scales of a block's keys. */
 static void scale_block(float *logits, const float *scales, int64_t queries) {
     for (int64_t r = 0; r < queries; r++)
         for (int64_t j = 0; j < BLOCK; j += LANES)
             store_f32(logits + r * BLOCK + j, load_f32(logits + r * BLOCK + j) * load_f32(scales + j));
 }
 
-/* Turn the logits of one block into weights; shrink what was summed before if the largest logit grew. */
-static void soften(float *logits, int64_t count, float *sums, float *largest, float *total, int64_t dim) {
-    for (int64_t j = count; j < BLOCK; j++) logits[j] = -INFINITY;
-    vec most = load_f32(logits);
-    for (int64_t j = LANES; j < BLOCK; j += LANES) {
-        ivec more = load_f32(logits + j) > most;
-        most = (vec)((more & (ivec)load_f32(logits + j)) | (~more & (ivec)most));
+/* Store weights as they are multiplied with values; return them, rounded where they are pairs. */
+INLINE vec store_factors(factor *at, vec weights) {
+#if IN_PAIRS
+    store_bf16(at, weights);
+    return load_bf16(at);
+#else
+    store_f32(at, weights);
+    return weights;
+#endif
+}
+
+INLINE float greatest_of(vec v) {
+#pragma GCC unroll 4
+    for (int width = LANES / 2; width > 0; width /= 2) v = greater_of(parted(width, 0, v, v), parted(width, 1, v, v));
+    return v[0];
+}
+
+/* Turn a query's logits of `count` keys, of which it sees those from `begin` to `end`, into weights, in their place; shrink
+ * what was summed before if the largest logit grew. */
+static void soften(float *logits, struct logits of, const float *value_scales, int64_t count, int64_t begin, int64_t end,
+                   float *sums, float *largest, float *total, int64_t width) {
+    factor *weights = (factor *)logits;
+    float scale = are_changed(of) ? 1.0f : of.scale * UNIT, top = *largest;
+    int64_t padded = (count + LANES - 1) / LANES * LANES;
+    if (begin >= end) {
+        memset(weights, 0, padded * sizeof *weights);
+        return;
     }
-    float top = *largest;
-    for (int lane = 0; lane < LANES; lane++) top = most[lane] > top ? most[lane] : top;
-    if (top > *largest) {
-        float shrink = expf(*largest - top);
-        for (int64_t i = 0; i < dim; i++) sums[i] *= shrink;
+    vec most = splat(-INFINITY), added = splat(0.0f);
+    for (int64_t j = 0; are_changed(of) && j < padded; j += LANES)
+        store_f32(logits + j, logits_from(load_f32(logits + j), of, UNIT));
+    for (int64_t j = 0; j < begin; j++) logits[j] = -INFINITY;
+    for (int64_t j = end; j < padded; j++) logits[j] = -INFINITY;
+    for (int64_t j = 0; j < padded; j += LANES) most = greater_of(load_f32(logits + j), most);
+    float found = greatest_of(most) * scale;
+    if (found > top) {
+        float shrink = power_to(top - found);
+        for (int64_t i = 0; i < width; i += LANES) store_f32(sums + i, load_f32(sums + i) * shrink);
         *total *= shrink;
-        *largest = top;
+        *largest = top = found;
     }
-    vec weights = splat(0.0f);
-    for (int64_t j = 0; j < BLOCK; j += LANES) {
-        vec v = exp_lanes(load_f32(logits + j) - top);
-        store_f32(logits + j, v);
-        weights += v;
+    for (int64_t j = 0; j < padded; j += LANES) {
+        vec weight = power_of(load_f32(logits + j) * scale - top);
+        if (value_scales) store_factors(weights + j, weight * load_f32(value_scales + j));
+        else weight = store_factors(weights + j, weight); /* what is rounded off cancels out */
+        added += weight;
     }
-    *total += sum_lanes(weights);
+    *total += sum_lanes(added);
 }
 #endif
 
@@ -109,64 +127,72 @@ INLINE void NAME(add_dots)(const int heads, float *logits, const factor *q, cons
     for (int h = 0; h < heads; h++) memcpy(logits + h * BLOCK, (float *)sums + h * keys, keys * sizeof(float));
 }
 
-/* sums[head] += weights[head][key] * values[key] over `vectors` vectors of each; `heads` and `vectors` are constants. */
-INLINE void NAME(add_weighted)(const int heads, const int vectors, float *sums, const float *weights,
-                               const element *const *values, struct coming *next, int64_t offset, int64_t count,
-                               int64_t dim) {
+/* sums[head] += weights[head][key] * values[key] over `vectors` vectors of each from the `i`th feature on; `heads` and
+ * `vectors` are constants. */
+INLINE void NAME(add_weighted)(const int heads, const int vectors, float *sums, const factor *weights,
+                               const element *const *values, int64_t i, int64_t count, int64_t dim, int64_t width) {
     vec held[4][4];
 #pragma GCC unroll 4
     for (int h = 0; h < heads; h++)
 #pragma GCC unroll 4
-        for (int v = 0; v < vectors; v++) held[h][v] = load_f32(sums + h * dim + offset + v * LANES);
-    for (int64_t j = 0; j < count; j++) {
-        if (next) ask_for(next, dim * next->size);
+        for (int v = 0; v < vectors; v++) held[h][v] = load_f32(sums + h * width + i + v * LANES);
+    for (int64_t j = 0; j < count; j += OF_WORD) {
 #pragma GCC unroll 4
-        for (int v = 0; v < vectors; v++) {
-            vec value = load(values[j] + offset + v * LANES);
+        for (int v = 0; v < vectors; v += OF_WORD) {
+            uvec value[OF_WORD];
+            value[0] = features_at(values[j], i + v * LANES, dim);
+#if IN_PAIRS
+            uvec odd = features_at(values[j + 1], i + v * LANES, dim);
+            value[1] = next_pairs(value[0], odd), value[0] = first_pairs(value[0], odd);
+#endif
 #pragma GCC unroll 4
-            for (int h = 0; h < heads; h++) held[h][v] += value * weights[h * BLOCK + j];
+            for (int h = 0; h < heads; h++) {
+                uint32_t weight;
+                memcpy(&weight, weights + h * OF_WORD * BLOCK + j, sizeof weight);
+#pragma GCC unroll 2
+                for (int n = 0; n < OF_WORD; n++)
+                    held[h][v + n] = add_factors(held[h][v + n], value[n], (uvec){0} + weight);
+            }
         }
     }
 #pragma GCC unroll 4
     for (int h = 0; h < heads; h++)
 #pragma GCC unroll 4
-        for (int v = 0; v < vectors; v++) store_f32(sums + h * dim + offset + v * LANES, held[h][v]);
+        for (int v = 0; v < vectors; v++) store_f32(sums + h * width + i + v * LANES, held[h][v]);
 }
 
-INLINE void NAME(dots)(const int heads, float *logits, const factor *q, const element *const *found,
-                       struct coming *next, int64_t count, int64_t dim, int64_t width) {
-    for (int64_t j = 0; j < count; j += LANES / heads) {
-        if (next) ask_for(next, LANES / heads * dim * next->size);
-        NAME(add_dots)(heads, logits + j, q, found + j, dim, width);
-    }
+INLINE void NAME(dots)(const int heads, float *logits, const factor *q, const element *const *found, int64_t count,
+                       int64_t dim, int64_t width) {
+    for (int64_t j = 0; j < count; j += LANES / heads) NAME(add_dots)(heads, logits + j, q, found + j, dim, width);
 }
 
-INLINE void NAME(weigh)(const int heads, float *sums, const float *weights, const element *const *values,
-                        struct coming *next, int64_t count, int64_t dim) {
-    int64_t i = 0;
-    for (; i + VALUE_VECTORS * LANES <= dim; i += VALUE_VECTORS * LANES, next = 0)
-        NAME(add_weighted)(heads, VALUE_VECTORS, sums, weights, values, next, i, count, dim);
-    for (; i < dim; i += LANES, next = 0) NAME(add_weighted)(heads, 1, sums, weights, values, next, i, count, dim);
+INLINE void NAME(weigh)(const int heads, float *sums, const factor *weights, const element *const *values, int64_t count,
+                        int64_t dim, int64_t width) {
+    int64_t i = 0, step = VALUE_VECTORS * LANES;
+    for (; i + step <= dim; i += step)
+        NAME(add_weighted)(heads, VALUE_VECTORS, sums, weights, values, i, count, i + step, width);
+    for (; i < dim; i += OF_VECTOR) NAME(add_weighted)(heads, OF_WORD, sums, weights, values, i, count, dim, width);
 }
 
 /* Both for all queries of a key head, as many at once as leave the sums in registers. */
-APART void NAME(group_dots)(float *logits, const factor *q, const element *const *found, struct coming *next, int64_t group,
-                            int64_t count, int64_t dim) {
+APART void NAME(group_dots)(float *logits, const factor *q, const element *const *found, int64_t group, int64_t count,
+                            int64_t dim) {
     int64_t h = 0, width = width_of_head(dim);
-    for (; h + 4 <= group; h += 4, next = 0) NAME(dots)(4, logits + h * BLOCK, q + h * width, found, next, count, dim, width);
-    for (; h + 2 <= group; h += 2, next = 0) NAME(dots)(2, logits + h * BLOCK, q + h * width, found, next, count, dim, width);
-    for (; h < group; h++, next = 0) NAME(dots)(1, logits + h * BLOCK, q + h * width, found, next, count, dim, width);
+    for (; h + 4 <= group; h += 4) NAME(dots)(4, logits + h * BLOCK, q + h * width, found, count, dim, width);
+    for (; h + 2 <= group; h += 2) NAME(dots)(2, logits + h * BLOCK, q + h * width, found, count, dim, width);
+    for (; h < group; h++) NAME(dots)(1, logits + h * BLOCK, q + h * width, found, count, dim, width);
 }
 
-APART void NAME(group_weigh)(float *sums, const float *weights, const element *const *values, struct coming *next,
-                             int64_t group, int64_t count, int64_t dim) {
-    int64_t h = 0;
-    for (; h + 4 <= group; h += 4, next = 0) NAME(weigh)(4, sums + h * dim, weights + h * BLOCK, values, next, count, dim);
-    switch (group - h) {
-        case 3: NAME(weigh)(3, sums + h * dim, weights + h * BLOCK, values, next, count, dim); break;
-        case 2: NAME(weigh)(2, sums + h * dim, weights + h * BLOCK, values, next, count, dim); break;
-        case 1: NAME(weigh)(1, sums + h * dim, weights + h * BLOCK, values, next, count, dim);
-    }
+APART void NAME(group_weigh)(float *sums, const factor *weights, const element *const *values, int64_t group, int64_t count,
+                             int64_t dim) {
+    int64_t width = width_of_head(dim);
+    for (int64_t h = 0; h < group; h += 4, sums += 4 * width, weights += 4 * OF_WORD * BLOCK)
+        switch (group - h) {
+            case 1: NAME(weigh)(1, sums, weights, values, count, dim, width); break;
+            case 2: NAME(weigh)(2, sums, weights, values, count, dim, width); break;
+            case 3: NAME(weigh)(3, sums, weights, values, count, dim, width); break;
+            default: NAME(weigh)(4, sums, weights, values, count, dim, width);
+        }
 }
 
 /* Find one head's entries of a block, from `begin` to `count`; the others are one of these. Codes are widened in `room`. */
@@ -204,10 +230,11 @@ static void NAME(attend_span)(const struct NAME(part) *p, float *at) {
     const element *found[BLOCK];
     int64_t memory[2][BLOCK], *places = memory[0], *next = memory[1], heads = p->last - p->head;
     int64_t code = a->k_cache.code, size = code ? 1 : sizeof(element);
-    int64_t width = width_of_head(dim);
+    int64_t width = width_of_head(dim), kv_heads = a->k_cache.size[2];
+    struct logits of = logits_of(&a->options);
     factor *q = (factor *)carved(&at, heads * queries * width / OF_WORD);
     float *logits = carved(&at, heads * queries * BLOCK);
-    float scales[BLOCK], *widened = carved(&at, code ? BLOCK * dim : 0);
+    float scales[2][PANEL], *widened = carved(&at, code ? BLOCK * dim : 0);
     for (int64_t h = 0; h < heads; h++)
         for (int64_t r = 0; r < queries; r++) {
             const element *from = (const element *)a->q.data + NAME(place_of)(p, p->head + h, r, dim);
@@ -218,53 +245,52 @@ static void NAME(attend_span)(const struct NAME(part) *p, float *at) {
     const char *all_values = VALUES(a) + p->head * dim * size;
     int64_t first = p->first, end = p->end, count = least_of(end - first, BLOCK), coming;
     locate(places, &p->entries, first, count);
+    struct coming begun = {all_keys, all_values, places, count, heads * dim * size, size};
+    ask_in_order(&begun, 2 * count);
     for (; count > 0; count = coming, first += BLOCK) {
         coming = first + BLOCK < end ? least_of(end - first - BLOCK, BLOCK) : 0;
         locate(next, &p->entries, first + BLOCK, coming);
         struct coming ahead = {all_keys, all_values, next, coming, heads * dim * size, size};
+        int64_t share = (2 * coming + 4 * heads - 1) / (4 * heads); /* of their tokens, with each quarter of a head's work */
         int64_t unseen = p->seen.begin > first ? p->seen.begin - first : 0; /* by any query: it is not looked at */
         for (int64_t h = 0; h < heads; h++) {
-            const char *of_head = all_keys + h * dim * size;
-            NAME(find_entries)(found, (element *)widened, code, of_head, places, unseen, count, dim);
-            NAME(group_dots)(logits + h * queries * BLOCK, q + h * queries * width, found, &ahead, queries, count, dim);
-            if (!a->k_scales.data) continue;
-            read_scales(scales, a->k_scales.data, &p->entries, a->k_cache.size[2], p->head + h, first, unseen, count);
-            scale_block(logits + h * queries * BLOCK, scales, queries);
-        }
-        for (int64_t r = 0; r < heads * queries; r++) {
-            float *own = logits + r * BLOCK;
-            change_logits(own, BLOCK, logits_of(&a->options));
-            int64_t position = p->seen.position + r % queries / group;
-            if (mask_block(own, first, position, window_at(logits_of(&a->options), position)))
-                soften(own, count, p->sums + r * dim, p->largest + r, p->total + r, dim);
-            else
-                memset(own, 0, BLOCK * sizeof *own);
-        }
-        for (int64_t h = 0; h < heads; h++) {
-            const char *of_head = all_values + h * dim * size;
-            NAME(find_entries)(found, (element *)widened, code, of_head, places, unseen, count, dim);
-            if (a->v_scales.data) {
-                read_scales(scales, a->v_scales.data, &p->entries, a->k_cache.size[2], p->head + h, first, unseen, count);
-                scale_block(logits + h * queries * BLOCK, scales, queries);
+            float *own = logits + h * queries * BLOCK;
+            ask_in_order(&ahead, share);
+            NAME(find_entries)(found, (element *)widened, code, all_keys + h * dim * size, places, unseen, count, dim);
+            NAME(group_dots)(own, q + h * queries * width, found, queries, count, dim);
+            if (a->k_scales.data) {
+                read_scales(scales[0], a->k_scales.data, &p->entries, kv_heads, p->head + h, first, unseen, count);
+                read_scales(scales[1], a->v_scales.data, &p->entries, kv_heads, p->head + h, first, unseen, count);
+                scale_block(own, scales[0], queries);
             }
-            NAME(group_weigh)(p->sums + h * queries * dim, logits + h * queries * BLOCK, found, &ahead, queries, count, dim);
+            ask_in_order(&ahead, share);
+            for (int64_t r = 0; r < queries; r++) {
+                int64_t at = h * queries + r, position = p->seen.position + r / group - first;
+                int64_t window = window_at(of, position + first), end = least_of(position + 1, count);
+                soften(own + r * BLOCK, of, a->k_scales.data ? scales[1] : 0, count,
+                       window >= 0 && position > window ? position - window : 0, end, p->sums + at * width,
+                       p->largest + at, p->total + at, width);
+            }
+            ask_in_order(&ahead, share);
+            NAME(find_entries)(found, (element *)widened, code, all_values + h * dim * size, places, unseen, count, dim);
+            ask_in_order(&ahead, share);
+            NAME(group_weigh)(p->sums + h * queries * width, (factor *)own, found, queries, count, dim);
         }
         int64_t *done = places;
         places = next, next = done;
     }
+#if IN_PAIRS
+    for (int64_t i = 0; i < heads * queries * width; i += OF_VECTOR) in_order(p->sums + i);
+#endif
 }
 
-/* Whether blocks are taken in tiles: then largest logits are times log2(e). */
+/* Whether blocks are taken in tiles. */
 static int NAME(decodes_in_tiles)(const decode_attention_args *a) {
 #if defined(ELEMENT_BF16) && defined(WITH_TILES)
     return has_tiles && a->q.size[2] % PANEL == 0 && a->q.size[2] <= MOST_DIM;
 #else
     return (void)a, 0;
 #endif
-}
-
-static float NAME(shrunk)(const decode_attention_args *a, float logit) {
-    return NAME(decodes_in_tiles)(a) ? exp2f(logit) : expf(logit);
 }
 
 #if defined(ELEMENT_BF16) && defined(WITH_TILES)
@@ -343,19 +369,19 @@ static struct NAME(part) NAME(part_of)(const struct sharing *job, int64_t task) 
 static void NAME(attend_heads)(const struct sharing *job, struct NAME(part) part, const struct NAME(part) *after,
                                int is_asked_for) {
     const decode_attention_args *a = job->args;
-    int64_t dim = a->k_cache.size[3], queries = part.queries, count = (part.last - part.head) * queries;
-    int64_t room = count * (width_of_head(dim) + BLOCK) + (a->k_cache.code ? BLOCK * dim : 0);
+    int64_t dim = a->k_cache.size[3], width = width_of_head(dim), queries = part.queries;
+    int64_t count = (part.last - part.head) * queries, room = count * (width + BLOCK) + (a->k_cache.code ? BLOCK * dim : 0);
 #if defined(ELEMENT_BF16) && defined(WITH_TILES)
     struct few_queries few = {0};
     if (NAME(decodes_in_tiles)(a)) room = few_queries_floats(&few, part.last - part.head, queries, dim);
 #endif
-    float *at = scratch(room + count * (dim + 2) + 8 * LANES), scale = NAME(decodes_in_tiles)(a) ? LOG2_OF_E : 1.0f;
-    part.sums = carved(&at, count * dim), part.largest = carved(&at, count), part.total = carved(&at, count);
-    memset(part.sums, 0, count * dim * sizeof(float));
+    float *at = scratch(room + count * (width + 2) + 8 * LANES);
+    part.sums = carved(&at, count * width), part.largest = carved(&at, count), part.total = carved(&at, count);
+    memset(part.sums, 0, count * width * sizeof(float));
     for (int64_t r = 0; r < count; r++) {
         int has_sink = a->sinks.data && part.span == part.seen.begin / SPAN;
         int64_t of_head = (part.head + r / queries) * (queries / a->q_len) + r % queries % (queries / a->q_len);
-        part.largest[r] = has_sink ? a->sinks.data[of_head] * scale : -INFINITY;
+        part.largest[r] = has_sink ? a->sinks.data[of_head] * UNIT : -INFINITY;
         part.total[r] = has_sink ? 1.0f : 0.0f; /* e^(sink - sink), as if it were a key */
     }
 #if defined(ELEMENT_BF16) && defined(WITH_TILES)
@@ -365,7 +391,7 @@ static void NAME(attend_heads)(const struct sharing *job, struct NAME(part) part
     NAME(attend_span)(&part, at);
     float *partial = part.is_split ? NAME(partial_of)(job, part.row, part.span) + part.head * queries * (dim + 2) : 0;
     for (int64_t r = 0; r < count; r++) {
-        float *sums = part.sums + r * dim, whole = part.total[r] > 0.0f ? (float)a->v_scale / part.total[r] : 0.0f;
+        float *sums = part.sums + r * width, whole = part.total[r] > 0.0f ? (float)a->v_scale / part.total[r] : 0.0f;
         element *out = (element *)a->out.data + NAME(place_of)(&part, part.head + r / queries, r % queries, a->out.size[2]);
         if (part.is_split) {
             memcpy(partial + r * (dim + 2), sums, dim * sizeof(float));
@@ -417,7 +443,7 @@ static void NAME(merge_spans)(const void *given, int64_t begin, int64_t end) {
             const float *from = NAME(partial_of)(job, row, span) + entry * (dim + 2);
             float higher = from[dim] > top ? from[dim] : top;
             if (higher == -INFINITY && from[dim + 1] == 0.0f) continue; /* it sees nothing yet */
-            shrinks[0] = NAME(shrunk)(a, top - higher), shrinks[1] = NAME(shrunk)(a, from[dim] - higher);
+            shrinks[0] = power_to(top - higher), shrinks[1] = power_to(from[dim] - higher);
             for (int64_t i = 0; i < dim; i += LANES)
                 store_f32(sums + i, load_f32(sums + i) * shrinks[0] + load_f32(from + i) * shrinks[1]);
             total = total * shrinks[0] + from[dim + 1] * shrinks[1], top = higher;
