@@ -1,5 +1,6 @@
 /* Products of rows with quantized blocks in digits of a byte, by the processor's dot products of bytes: of one or two rows
- * as fast as blocks come from memory, of more rows with codes that are unpacked to bytes once for all of them.
+ * as fast as blocks come from memory, of more rows with codes that are unpacked to bytes once for all of them, or, for a
+ * few rows, while they are multiplied.
  *
  * One or two rows have three digits, 23 bits and a sign: a value of bf16 that is at least 2^-15 of the span's largest is
  * exact, and none is off by more than 2^-23 of that. Their sums are those of quantized_tiles.h but for the last bits. More
@@ -16,6 +17,7 @@
 #define PART_STEPS 4  /* steps of 4 features, which are multiplied together */
 #define STEP_CODES (4 * PANEL)
 #define TOGETHER 4 /* rows whose sums stay in registers */
+#define PACKED_ROWS 16 /* up to so many unpack codes of 4 bits each time: it is done beside the products */
 
 /* A row's values are [in / PART][digits][PART], of each 4 features the second and the third in turned order. */
 INLINE int bytes_of_multiple(const int is_checked) { return is_checked ? DIGITS : MANY_DIGITS; }
@@ -184,61 +186,88 @@ INLINE void unpack_codes(const int bits, const int is_linear, int8_t *out, const
     }
 }
 
-/* Add a chunk's part to the sums of some rows, [rows][PANEL]; `rows` and `has_mins` are constants. */
-INLINE void add_chunk(const int rows, const int has_mins, float *out, const struct integer_chunk *chunk, int64_t span,
-                      const struct integer_rows *x, int64_t row) {
+/* Add to some rows' sums what a step's codes give, from those of a part, packed in 4 bits or bytes; all but addresses are
+ * constants where this is used. */
+INLINE void add_step(const int is_packed, const int rows, const int step, __m512i (*sums)[MANY_DIGITS][VECTORS],
+                     const int8_t *codes, const char *values, int64_t stride) {
+    __m512i of_codes[VECTORS];
+    if (is_packed) unpack_bytes(4, 1, of_codes, (const uint16_t *)codes, 0, step, _mm512_setzero_si512());
+    else memcpy(of_codes, codes + step * STEP_CODES, sizeof of_codes);
+#pragma GCC unroll 4
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 2
+        for (int digit = 0; digit < MANY_DIGITS; digit++) {
+            __m512i of_row = splat_four(values + r * stride + digit * PART + 4 * step);
+#pragma GCC unroll 2
+            for (int side = 0; side < VECTORS; side++)
+                sums[r][digit][side] = _mm512_dpbusd_epi32(sums[r][digit][side], of_codes[side], of_row);
+        }
+}
+
+/* Add a chunk's part to the sums of some rows, [rows][PANEL]; `is_packed`, the parts of a span (0: of any), `has_mins` and
+ * `rows` are constants. Sums stay in registers, since storing them takes longer than adding a span. */
+INLINE void add_chunk(const int is_packed, const int parts, const int has_mins, const int rows, float *out,
+                      const struct integer_chunk *chunk, int64_t span, const struct integer_rows *x, int64_t row) {
     const int64_t stride = x->stride, spans = x->spans, number = row * spans + chunk->span;
     const float *units = x->units + number, *totals = x->totals + number;
     const int32_t *zeros = x->zeros + 2 * number;
-    const char *digits = x->values + row * stride + chunk->first * MANY_DIGITS;
-    const int8_t *codes = chunk->codes;
-    const char *ahead = chunk->ahead;
+    const char *values = x->values + row * stride + chunk->first * MANY_DIGITS, *ahead = chunk->ahead;
+    const int8_t *codes = is_packed ? (const int8_t *)chunk->packed : chunk->codes;
+    vec found[TOGETHER][VECTORS];
+#pragma GCC unroll 4
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 2
+        for (int side = 0; side < VECTORS; side++) found[r][side] = load_f32(out + r * PANEL + side * LANES);
     for (int64_t place = 0, left = chunk->count; left > 0; place++, left -= span) {
-        const vec *scales = chunk->scales[place], *mins = chunk->mins[place];
+        const int64_t count = parts ? parts : least_of(span, left) / PART;
         __m512i sums[TOGETHER][MANY_DIGITS][VECTORS];
-        __asm__ volatile("" : : : "memory"); /* or GCC 12 holds sums on the stack, too, in place of digits' in registers */
+        __asm__ volatile("" : : : "memory"); /* or GCC 12 reads numbers early, and sums have too few registers */
 #pragma GCC unroll 4
         for (int r = 0; r < rows; r++)
 #pragma GCC unroll 2
-            for (int side = 0; side < VECTORS; side++) sums[r][0][side] = sums[r][1][side] = _mm512_setzero_si512();
-        for (const int8_t *end = codes + least_of(span, left) * PANEL; codes < end; digits += MANY_DIGITS * PART)
-#pragma GCC unroll 4
-            for (int step = 0; step < PART_STEPS; step++, codes += STEP_CODES, ahead += chunk->ahead_of_step) {
-                __builtin_prefetch(ahead, 0, 2);
-                __builtin_prefetch(ahead + 64, 0, 2);
-                const __m512i first = _mm512_load_si512(codes), second = _mm512_load_si512(codes + STEP_CODES / 2);
-#pragma GCC unroll 4
-                for (int r = 0; r < rows; r++)
-#pragma GCC unroll 2
-                    for (int digit = 0; digit < MANY_DIGITS; digit++) {
-                        __m512i of_row = splat_four(digits + r * stride + digit * PART + 4 * step);
-                        sums[r][digit][0] = _mm512_dpbusd_epi32(sums[r][digit][0], first, of_row);
-                        sums[r][digit][1] = _mm512_dpbusd_epi32(sums[r][digit][1], second, of_row);
-                    }
+            for (int side = 0; side < VECTORS; side++) {
+                sums[r][0][side] = _mm512_set1_epi32(zeros[2 * (place + r * spans)]);
+                sums[r][1][side] = _mm512_setzero_si512();
             }
+#pragma GCC unroll 2
+        for (int64_t part = 0; part < count; part++) {
+#pragma GCC unroll 4
+            for (int step = 0; step < PART_STEPS; step++) {
+                __builtin_prefetch(ahead + 128 * step, 0, 2);
+                __builtin_prefetch(ahead + 128 * step + 64, 0, 2);
+                add_step(is_packed, rows, step, sums, codes, values, stride);
+            }
+            codes += PART * PANEL / (is_packed ? 2 : 1), values += MANY_DIGITS * PART, ahead += chunk->ahead_of_part;
+        }
 #pragma GCC unroll 4
         for (int r = 0; r < rows; r++) {
-            const float unit = units[place + r * spans], total = totals[place + r * spans];
-            const __m512i zero = _mm512_set1_epi32(zeros[2 * (place + r * spans)]);
+            const __m512 exponent = _mm512_getexp_ps(_mm512_set1_ps(units[place + r * spans]));
+            const float total = totals[place + r * spans];
 #pragma GCC unroll 2
-            for (int side = 0; side < VECTORS; side++) {
-                float *to = out + r * PANEL + side * LANES;
-                __m512i lower = _mm512_add_epi32(sums[r][0][side], zero), upper = _mm512_slli_epi32(sums[r][1][side], 8);
-                vec sum = load_f32(to) + scales[side] * unit * (vec)_mm512_cvtepi32_ps(_mm512_add_epi32(lower, upper));
-                if (has_mins) sum += mins[side] * total;
-                store_f32(to, sum);
+            for (int side = 0; side < VECTORS; side++) { /* scalef, for a product takes the dot products' place */
+                __m512i sum = _mm512_add_epi32(_mm512_slli_epi32(sums[r][1][side], 8), sums[r][0][side]);
+                found[r][side] += chunk->scales[place][side] * (vec)_mm512_scalef_ps(_mm512_cvtepi32_ps(sum), exponent);
+                if (has_mins) found[r][side] += chunk->mins[place][side] * total;
             }
         }
     }
+#pragma GCC unroll 4
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 2
+        for (int side = 0; side < VECTORS; side++) store_f32(out + r * PANEL + side * LANES, found[r][side]);
 }
 
-/* The same of up to TOGETHER rows. */
+/* The same of up to TOGETHER rows; odd ones are one more, whose sums are not used. */
 INLINE void add_rows(const int has_mins, float *sums, const struct integer_chunk *chunk, int64_t span,
                      const struct integer_rows *x, int64_t row, int64_t rows) {
-    switch (rows) {
-        case 1: add_chunk(1, has_mins, sums, chunk, span, x, row); break;
-        case 2: add_chunk(2, has_mins, sums, chunk, span, x, row); break;
-        case 3: add_chunk(3, has_mins, sums, chunk, span, x, row); break;
-        default: add_chunk(TOGETHER, has_mins, sums, chunk, span, x, row);
+#define ADD_CHUNK(is_packed, parts)                                                               \
+    {                                                                                             \
+        if (rows > 2) add_chunk(is_packed, parts, has_mins, TOGETHER, sums, chunk, span, x, row); \
+        else add_chunk(is_packed, parts, has_mins, 2, sums, chunk, span, x, row);                 \
     }
+    if (chunk->packed) ADD_CHUNK(1, 2)
+    else if (span == PART) ADD_CHUNK(0, 1)
+    else if (span == 2 * PART) ADD_CHUNK(0, 2)
+    else ADD_CHUNK(0, 0)
+#undef ADD_CHUNK
 }

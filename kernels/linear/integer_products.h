@@ -62,8 +62,9 @@ struct integer_chunk {
     _Alignas(64) int8_t codes[CODE_BYTES * CHUNK * PANEL];
     vec scales[MOST_GROUPS][VECTORS], mins[MOST_GROUPS][VECTORS];
     int64_t first, count, span; /* input features, and the first of its spans */
+    const uint16_t *packed;     /* its codes where they are, if they are not unpacked */
     const char *ahead;          /* the packed codes behind it, prefetched while its first rows are multiplied */
-    int64_t ahead_of_step;      /* their bytes for 4 input features; 0: they have been prefetched */
+    int64_t ahead_of_part;      /* their bytes for half a block; 0: they have been prefetched */
 };
 
 #if WITH_DIGITS
@@ -137,24 +138,31 @@ INLINE int write_span(const int is_checked, const struct integer_rows *to, int64
     return bits < 0x7f800000 && (!is_checked || sum_of(poorly) * MOST_POORLY <= count);
 }
 
-/* A chunk of a panel, unpacked. */
+#ifndef PACKED_ROWS
+#define PACKED_ROWS 0
+#endif
+
+/* A chunk of a panel, unpacked, if so many rows need that. */
 static void unpack_chunk(struct integer_chunk *chunk, const struct block_weight *weight, const int8_t *table, int64_t panel,
-                       int64_t first) {
+                         int64_t first, int64_t rows) {
+    const int is_packed = rows <= PACKED_ROWS && weight->bits == 4 && weight->is_linear && weight->span == QUANTIZED_BLOCK;
     const int64_t words = weight->bits * BLOCK_SIZE / 16;
     const uint16_t *at = weight->panels + (panel * weight->blocks + first / QUANTIZED_BLOCK) * words;
     chunk->first = first, chunk->count = least_of(CHUNK, weight->blocks * QUANTIZED_BLOCK - first);
     chunk->span = first / weight->span;
     read_numbers(chunk->scales, chunk->mins, weight, panel, chunk->span,
                  (chunk->count + weight->span - 1) / weight->span);
-    for (int64_t i = 0; i < chunk->count; i += QUANTIZED_BLOCK, at += words)
+    chunk->packed = is_packed ? at : 0;
+    chunk->ahead = (const char *)(at + chunk->count / QUANTIZED_BLOCK * words);
+    chunk->ahead_of_part = words;
+    for (int64_t i = 0; i < chunk->count && !is_packed; i += QUANTIZED_BLOCK, at += words)
         FOR_CODES(weight, unpack_codes, chunk->codes + i * PANEL * CODE_BYTES, at, weight, table)
-    chunk->ahead = (const char *)at, chunk->ahead_of_step = 4 * PANEL * weight->bits / 8;
 }
 
 /* Add to sums[row][column] of `rows` rows from `first` on what a chunk gives; `has_mins` is a constant. */
 INLINE void add_to_rows(const int has_mins, float *sums, struct integer_chunk *chunk, const struct span_job *job,
                         const struct integer_rows *x, int64_t first, int64_t rows) {
-    for (int64_t row = 0; row < rows; row += TOGETHER, chunk->ahead_of_step = 0)
+    for (int64_t row = 0; row < rows; row += TOGETHER, chunk->ahead_of_part = 0)
         add_rows(has_mins, sums + row * PANEL, chunk, job->weight->span, x, first + row, least_of(TOGETHER, rows - row));
 }
 
@@ -173,7 +181,7 @@ static void integers_of_panel(float *sums, const struct span_job *job, const str
 #endif
     memset(sums, 0, rows * PANEL * sizeof *sums);
     for (int64_t feature = 0; feature < x->in; feature += CHUNK) {
-        unpack_chunk(&chunk, weight, table, panel, feature);
+        unpack_chunk(&chunk, weight, table, panel, feature, job->rows);
         if (weight->mins.at) add_to_rows(1, sums, &chunk, job, x, first, rows);
         else add_to_rows(0, sums, &chunk, job, x, first, rows);
     }

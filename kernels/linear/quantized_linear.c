@@ -192,7 +192,7 @@ static void rows_in_integers(const void *given, int64_t begin, int64_t end) {
 static void integer_panels(const void *given, int64_t begin, int64_t end) {
     const struct quantized_job *job = given;
     int64_t together = items_of(INTEGER_BYTES, least_of(job->integers.stride, LONG_ROW));
-    float *sums = lasting(least_of(together, job->of.rows) * PANEL);
+    float *sums = lasting((least_of(together, job->of.rows) + 1) * PANEL); /* odd rows are one more */
     for (int64_t row = 0; row < job->of.rows; row += together)
         for (int64_t panel = begin; panel < end; panel++) {
             int64_t here = least_of(together, job->of.rows - row);
