@@ -67,7 +67,6 @@ struct integer_chunk {
     int64_t ahead_of_part;      /* their bytes for half a block; 0: they have been prefetched */
 };
 
-#if WITH_DIGITS
 INLINE void ask_for_part(const int bits, const uint16_t *at, const uint16_t *above) {
     const int low = low_bits(bits), high = bits - low;
 #pragma GCC unroll 8
@@ -75,7 +74,6 @@ INLINE void ask_for_part(const int bits, const uint16_t *at, const uint16_t *abo
 #pragma GCC unroll 2
     for (int line = 0; line < high; line++) ask_ahead(above + line * ROW_WORDS);
 }
-#endif
 
 #if WITH_DIGITS && LANES == 4
 #include "linear/digit_products_arm.h"
@@ -173,12 +171,10 @@ static void integers_of_panel(float *sums, const struct span_job *job, const str
     struct integer_chunk chunk;
     int8_t table[TABLE];
     write_table(table, weight);
-#if WITH_DIGITS
     if (job->rows <= CHECKED_ROWS) {
-        FOR_CODES(weight, few_rows_in_digits, sums, job, x, table, panel)
+        FOR_CODES(weight, few_integer_rows, sums, job, x, table, panel)
         return;
     }
-#endif
     memset(sums, 0, rows * PANEL * sizeof *sums);
     for (int64_t feature = 0; feature < x->in; feature += CHUNK) {
         unpack_chunk(&chunk, weight, table, panel, feature, job->rows);

@@ -3,32 +3,38 @@
  * A multiple has 15 bits and a sign: a value that is at least 2^-5 (fp16) or 2^-8 (bf16) of the span's largest is exact,
  * and none is off by more than 2^-15 of that, which fp16 has rounded by 2^-12 and bf16 by 2^-9. Codes are unpacked to
  * pairs of 16 bits, which stay in the L1 cache while rows are read. One instruction adds two products of 16 bits, for two or
- * four times as many at a time as floats.
+ * four times as many at a time as floats. One or two rows have two digits, 23 bits and a sign, which are multiplied with
+ * codes as these come from memory.
  */
 #pragma once
 
 #include "linear/integer_products.h"
 
-#define TOGETHER (LANES == 16 ? 8 : 4) /* rows whose sums, with SHORT_VECTORS each, stay in registers */
+#define TOGETHER (LANES == 16 ? 8 : 6) /* rows whose sums, with SHORT_VECTORS each, stay in registers */
 #define SHORT_VECTORS 2
+#define PART 16 /* adjacent input features: half of a block, and the smallest span */
 
 typedef int16_t shorts __attribute__((vector_size(4 * LANES)));
 
-/* A row's values are [in]. */
-INLINE int bytes_of_multiple(const int is_checked) { return (void)is_checked, 2; }
+/* A row's values are [in], of one or two rows [in / LANES][digits][LANES]. */
+INLINE int digits_of_multiple(const int is_checked) { return is_checked ? 2 : 1; }
 
-INLINE int bits_of_multiple(const int is_checked) { return (void)is_checked, 15; }
+INLINE int bytes_of_multiple(const int is_checked) { return 2 * digits_of_multiple(is_checked); }
 
-/* Write some multiples of a span, whose values begin at `at`. */
+INLINE int bits_of_multiple(const int is_checked) { return is_checked ? 23 : 15; }
+
+/* Write some multiples of a span, whose values begin at `at`; return what their second digits count. */
 INLINE ivec write_multiples(const int is_checked, char *at, int64_t i, ivec multiples) {
     typedef int16_t narrow_shorts __attribute__((vector_size(2 * LANES)));
-    narrow_shorts written = __builtin_convertvector(multiples, narrow_shorts);
-    memcpy(at + 2 * i, &written, sizeof written);
-    return (void)is_checked, (ivec){0};
+    ivec uppers = (multiples + 32768) >> 16; /* without the digit below, which has a sign */
+    narrow_shorts digits[] = {__builtin_convertvector(multiples, narrow_shorts),
+                              __builtin_convertvector(uppers, narrow_shorts)};
+    memcpy(at + i * bytes_of_multiple(is_checked), digits, 2 * LANES * digits_of_multiple(is_checked));
+    return is_checked ? uppers : (ivec){0};
 }
 
-/* Codes are unpacked to their values. */
-static inline int zero_of_codes(const struct block_weight *weight) { return (void)weight, 0; }
+/* What is taken off codes: as they are unpacked, or off the sums of one or two rows. */
+static inline int zero_of_codes(const struct block_weight *weight) { return weight->is_linear ? weight->zero : 0; }
 
 /* Values of codes that are looked up. */
 static void write_table(int8_t *table, const struct block_weight *weight) {
@@ -37,10 +43,18 @@ static void write_table(int8_t *table, const struct block_weight *weight) {
 
 INLINE ivec add_pairs(ivec sums, shorts codes, shorts pair) {
 #if LANES == 16
-    return sums + (ivec)_mm512_madd_epi16((__m512i)codes, (__m512i)pair);
+    sums += (ivec)_mm512_madd_epi16((__m512i)codes, (__m512i)pair);
 #else
-    return sums + (ivec)_mm256_madd_epi16((__m256i)codes, (__m256i)pair);
+    sums += (ivec)_mm256_madd_epi16((__m256i)codes, (__m256i)pair);
 #endif
+    __asm__("" : "+v"(sums)); /* or GCC 12 adds the products of many steps first, which it holds on the stack */
+    return sums;
+}
+
+INLINE shorts pair_of(const char *values) {
+    int32_t two;
+    memcpy(&two, values, sizeof two);
+    return (shorts)((ivec){0} + two);
 }
 
 /* Values of 4-bit codes in the low halves of shorts, by a table of 16 bytes. */
@@ -54,31 +68,102 @@ static inline shorts shorts_looked_up(shorts codes, const int8_t *table) {
     return (found << 8) >> 8;
 }
 
+/* The codes of a pair of input features and half of the panel, in place `k` of a part, from `lane` on. All but the addresses
+ * are constants where this is used. */
+INLINE shorts short_codes(const int bits, const int is_linear, const uint16_t *at, const uint16_t *above, const int k,
+                          const int lane, const int8_t *table) {
+    const int low = low_bits(bits), high = bits - low, place = k * low % 16;
+    uvec words = load_words(at + k * low / 16 * ROW_WORDS + 2 * lane);
+    if (bits == 8) return (place == 0 ? (shorts)words << 8 : (shorts)words) >> 8;
+    shorts codes = (shorts)(words >> place) & (int16_t)((1 << low) - 1);
+    if (high > 0) {
+        words = load_words(above + k * high / 16 * ROW_WORDS + 2 * lane) >> k * high % 16;
+        codes |= ((shorts)words & (int16_t)((1 << high) - 1)) << low;
+    }
+    return is_linear ? codes : shorts_looked_up(codes, table);
+}
+
 /* The codes of a block as what they mean; `bits` and `is_linear` are constants where this is used. */
 INLINE void unpack_codes(const int bits, const int is_linear, int8_t *out, const uint16_t *at,
                        const struct block_weight *weight, const int8_t *table) {
     const int low = low_bits(bits), high = bits - low;
-    const shorts zero = (shorts){0} + (int16_t)weight->zero;
-#pragma GCC unroll 32
-    for (int k = 0; k < QUANTIZED_BLOCK; k++) { /* a pair of input features, and half of the panel */
-        const int place = k * low % 16, above = k * high % 16;
-        const uint16_t *row = at + k * low / 16 * ROW_WORDS, *behind = at + (2 * low + k * high / 16) * ROW_WORDS;
-        if (place == 0) ask_ahead(row);
-#pragma GCC unroll 4
-        for (int lane = 0; lane < HALF_PANEL; lane += LANES) {
-            shorts codes;
-            if (bits == 8) {
-                codes = (shorts)load_words(row + 2 * lane);
-                codes = (place == 0 ? codes << 8 : codes) >> 8;
-            } else {
-                codes = (shorts)(load_words(row + 2 * lane) >> place) & (int16_t)((1 << low) - 1);
-                if (high > 0)
-                    codes |= ((shorts)(load_words(behind + 2 * lane) >> above) & (int16_t)((1 << high) - 1)) << low;
-                codes = is_linear ? codes - zero : shorts_looked_up(codes, table);
+    const shorts zero = (shorts){0} + (int16_t)zero_of_codes(weight);
+    for (int part = 0; part < QUANTIZED_BLOCK / PART; part++) {
+        const uint16_t *of_part = at + part * low * ROW_WORDS, *above = at + (2 * low + part * high) * ROW_WORDS;
+        ask_for_part(bits, of_part, above);
+#pragma GCC unroll 16
+        for (int k = 0; k < PART; k++)
+#pragma GCC unroll 2
+            for (int lane = 0; lane < HALF_PANEL; lane += LANES, out += 2 * LANES * CODE_BYTES) {
+                shorts codes = short_codes(bits, is_linear, of_part, above, k, lane, table);
+                if (bits < 8 && is_linear) codes -= zero;
+                memcpy(out, &codes, sizeof codes);
             }
-            memcpy(out + (k * PANEL + 2 * lane) * CODE_BYTES, &codes, sizeof codes);
+    }
+}
+
+/* Half of a block: add its codes times one or two rows' values; all but the addresses are constants where this is used. */
+INLINE void multiply_part(const int bits, const int is_linear, const int rows, ivec (*sums)[2][VECTORS],
+                          const uint16_t *at, const uint16_t *above, const char *values, int64_t stride,
+                          const int8_t *table) {
+    ask_for_part(bits, at, above);
+#pragma GCC unroll 16
+    for (int k = 0; k < PART; k++)
+#pragma GCC unroll 2
+        for (int lane = 0; lane < HALF_PANEL; lane += LANES) {
+            shorts codes = short_codes(bits, is_linear, at, above, k, lane, table);
+            const char *of_pair = values + k / 2 * 2 / LANES * 4 * LANES + k / 2 * 2 % LANES * 2;
+#pragma GCC unroll 2
+            for (int r = 0; r < rows; r++)
+#pragma GCC unroll 2
+                for (int digit = 0; digit < 2; digit++) {
+                    ivec *sum = sums[r][digit] + (k % 2 * HALF_PANEL + lane) / LANES;
+                    *sum = add_pairs(*sum, codes, pair_of(of_pair + r * stride + digit * 2 * LANES));
+                }
+        }
+}
+
+INLINE void rows_in_shorts(const int bits, const int is_linear, const int rows, float *out, const struct span_job *job,
+                           const struct integer_rows *x, const int8_t *table, int64_t panel) {
+    const struct block_weight *weight = job->weight;
+    const int low = low_bits(bits), high = bits - low, has_mins = weight->mins.at != 0;
+    const int64_t words = bits * BLOCK_SIZE / 16, of_chunk = CHUNK / weight->span;
+    vec scales[MOST_GROUPS][VECTORS], mins[MOST_GROUPS][VECTORS], totals[CHECKED_ROWS][VECTORS] = {0};
+    for (int64_t span = 0; span < x->spans; span++) {
+        int64_t place = span % of_chunk, first = span * weight->span, last = least_of(first + weight->span, x->in);
+        if (place == 0) read_numbers(scales, mins, weight, panel, span, least_of(of_chunk, x->spans - span));
+        ivec sums[CHECKED_ROWS][2][VECTORS];
+#pragma GCC unroll 4
+        for (int i = 0; i < 2 * rows; i++)
+#pragma GCC unroll 4
+            for (int v = 0; v < VECTORS; v++)
+                sums[i / 2][i % 2][v] = (ivec){0} + x->zeros[2 * (i / 2 * x->spans + span) + i % 2];
+        for (int64_t i = first; i < last; i += PART) {
+            const uint16_t *block = weight->panels + (panel * weight->blocks + i / QUANTIZED_BLOCK) * words;
+            int64_t part = i % QUANTIZED_BLOCK / PART;
+            multiply_part(bits, is_linear, rows, sums, block + part * low * ROW_WORDS,
+                          block + (2 * low + part * high) * ROW_WORDS, x->values + 4 * i, x->stride, table);
+        }
+#pragma GCC unroll 2
+        for (int r = 0; r < rows; r++) {
+            const float unit = x->units[r * x->spans + span], total = has_mins ? x->totals[r * x->spans + span] : 0.0f;
+#pragma GCC unroll 4
+            for (int v = 0; v < VECTORS; v++) {
+                vec lower = __builtin_convertvector(sums[r][0][v], vec);
+                vec upper = __builtin_convertvector(sums[r][1][v], vec);
+                totals[r][v] += scales[place][v] * unit * (upper * 0x1p16f + lower);
+                if (has_mins) totals[r][v] += mins[place][v] * total;
+            }
         }
     }
+    memcpy(out, totals, rows * sizeof *totals);
+}
+
+/* sums[row][column] of one or two rows with one panel. */
+INLINE void few_integer_rows(const int bits, const int is_linear, float *out, const struct span_job *job,
+                              const struct integer_rows *x, const int8_t *table, int64_t panel) {
+    if (job->rows == 1) rows_in_shorts(bits, is_linear, 1, out, job, x, table, panel);
+    else rows_in_shorts(bits, is_linear, 2, out, job, x, table, panel);
 }
 
 /* Add to the sums of some rows, [rows][PANEL], what SHORT_VECTORS from `vector` on of a chunk give; `rows` and `has_mins`
@@ -92,16 +177,17 @@ INLINE void add_chunk(const int rows, const int has_mins, float *sums_of_rows, c
     float *out = sums_of_rows + vector * LANES;
     for (int64_t place = 0, at = 0; at < count; place++) {
         ivec sums[TOGETHER][SHORT_VECTORS] = {0};
+        __asm__ volatile("" : : : "memory"); /* or GCC 12 holds the rows' sums in registers, and spills these */
         for (int64_t end = least_of(at + span, count); at < end; at += 2) {
             shorts of_codes[SHORT_VECTORS];
 #pragma GCC unroll 2
-            for (int v = 0; v < SHORT_VECTORS; v++)
+            for (int v = 0; v < SHORT_VECTORS; v++) {
                 memcpy(of_codes + v, codes + 2 * at * PANEL + 4 * v * LANES, sizeof *of_codes);
+                __asm__("" : "+v"(of_codes[v])); /* GCC would reload it for each row */
+            }
 #pragma GCC unroll 8
             for (int r = 0; r < rows; r++) {
-                int32_t two;
-                memcpy(&two, values + r * x->stride + 2 * at, sizeof two);
-                shorts pair = (shorts)((ivec){0} + two);
+                shorts pair = pair_of(values + r * x->stride + 2 * at);
 #pragma GCC unroll 2
                 for (int v = 0; v < SHORT_VECTORS; v++) sums[r][v] = add_pairs(sums[r][v], of_codes[v], pair);
             }
