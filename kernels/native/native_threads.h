@@ -1,8 +1,10 @@
 /* The threads that share a kernel's work.
  *
- * Work is cut into chunks; a thread takes the next one when it finishes the last: slow cores do less, and a descheduled
- * thread is waited for only while it holds a chunk. OpenMP's barrier for all threads costs milliseconds per kernel as soon
- * as another process uses a core. Results do not depend on which thread computes a chunk.
+ * Each thread has a share of adjacent items, cut into ever smaller chunks. It does those of its share in order, so that
+ * what a kernel prefetches is what it needs next, and then those that others have left: slow cores do less, all end at
+ * about the same time, and a descheduled thread is waited for only while it holds a chunk. OpenMP's barrier for all threads
+ * costs milliseconds per kernel as soon as another process uses a core. Results do not depend on which thread computes a
+ * chunk.
  */
 #pragma once
 
@@ -16,10 +18,10 @@
 #define MOST_THREADS 256
 #define SLEEP_SPINS 4000 /* pauses, some 0.1 ms, before a thread without work sleeps */
 #define YIELD_SPINS 1000 /* pauses before a waiting caller yields its core */
-#define SHARE_BITS 4 /* the smallest chunk is at least this power of 1/2 of a thread's even share */
-#define MOST_ROUNDS (SHARE_BITS + 4)
-#define CHUNK_BITS 12 /* of the ticket: as many chunks as MOST_THREADS share, and no more */
-_Static_assert(MOST_THREADS * MOST_ROUNDS < 1 << CHUNK_BITS, "all chunks are counted in the ticket");
+#define SHARE_BITS 4 /* a chunk is at least this power of 1/2 of a thread's share */
+#define MOST_CHUNKS (SHARE_BITS + 4) /* of a share */
+#define CHUNK_BITS 12 /* of the ticket */
+_Static_assert(MOST_THREADS * MOST_CHUNKS < 1 << CHUNK_BITS, "all chunks are counted in the ticket");
 
 typedef void (*body)(const void *job, int64_t begin, int64_t end);
 
@@ -61,26 +63,33 @@ static struct {
     int64_t started;
     body run;
     const void *job;
-    int64_t items;
-    struct {
-        int64_t begin, size; /* of each of its chunks */
-    } rounds[MOST_ROUNDS];
+    int64_t items, chunks;           /* chunks of a share */
+    int64_t begins[MOST_CHUNKS + 1]; /* of these; a share may have one item less */
+    _Atomic uint8_t taken[MOST_THREADS][MOST_CHUNKS];
 } pool = {.lock = PTHREAD_MUTEX_INITIALIZER, .wake = PTHREAD_COND_INITIALIZER, .busy = ATOMIC_FLAG_INIT};
 
 static inline uint64_t job_of(uint64_t ticket) { return ticket >> 2 * CHUNK_BITS; }
 
+/* Run a chunk that nobody has taken, of which there is one: the next of a thread's own share, or of another. */
+static void run_chunk(int64_t own) {
+    int64_t threads = atomic_load(&pool.threads), share = own, chunk = 0;
+    while (atomic_load(&pool.taken[share][chunk]) || atomic_exchange(&pool.taken[share][chunk], 1))
+        if (++chunk == pool.chunks) chunk = 0, share = (share + 1) % threads;
+    int64_t first = share * pool.items / threads, count = (share + 1) * pool.items / threads - first;
+    int64_t begin = pool.begins[chunk], end = pool.begins[chunk + 1];
+    if (begin < count) pool.run(pool.job, first + begin, first + (end < count ? end : count));
+}
+
 /* Run chunks of a job until none is left. The ticket alone says whether a chunk may be taken; the job's other fields are
  * valid until all taken chunks are finished. */
-static void share_work(uint64_t number) {
+static void share_work(uint64_t number, int64_t own) {
     const uint64_t mask = ((uint64_t)1 << CHUNK_BITS) - 1;
     for (;;) {
         uint64_t ticket = atomic_load(&pool.ticket);
         uint64_t next = ticket & mask, chunks = ticket >> CHUNK_BITS & mask;
         if (job_of(ticket) != number || next >= chunks) return;
         if (!atomic_compare_exchange_weak(&pool.ticket, &ticket, ticket + 1)) continue;
-        int64_t threads = atomic_load(&pool.threads), round = (int64_t)next / threads, size = pool.rounds[round].size;
-        int64_t begin = pool.rounds[round].begin + (int64_t)next % threads * size, end = begin + size;
-        pool.run(pool.job, begin, end < pool.items ? end : pool.items);
+        run_chunk(own);
         atomic_fetch_add(&pool.finished, 1);
     }
 }
@@ -101,7 +110,7 @@ static void *serve(void *place) {
         } else {
             seen = number;
             spins = 0;
-            if ((int64_t)(intptr_t)place < atomic_load(&pool.threads)) share_work(number);
+            if ((int64_t)(intptr_t)place < atomic_load(&pool.threads)) share_work(number, (int64_t)(intptr_t)place);
         }
     }
     return 0;
@@ -120,18 +129,17 @@ static void start_threads(int64_t threads) {
     pthread_sigmask(SIG_SETMASK, &before, 0);
 }
 
-/* Cut the job's items into chunks, and return how many there are: rounds of one for each thread, which take half of what is
- * left, so that all threads end at about the same time, however fast they are. */
+/* Cut the job's shares into chunks of half of what is left, at least `least` items, and return how many there are. */
 static int64_t cut_chunks(int64_t threads, int64_t least) {
-    int64_t begin = 0, chunks = 0, smallest = pool.items / (threads << SHARE_BITS);
+    int64_t share = (pool.items + threads - 1) / threads, smallest = share >> SHARE_BITS, begin = 0;
     if (smallest < least) smallest = least;
-    for (int round = 0; begin < pool.items; round++) {
-        int64_t left = pool.items - begin, size = left / (2 * threads) > smallest ? left / (2 * threads) : smallest;
-        pool.rounds[round].begin = begin, pool.rounds[round].size = size;
-        chunks += left < threads * size ? (left + size - 1) / size : threads;
-        begin += threads * size;
+    for (pool.chunks = 0; begin < share; pool.chunks++) {
+        pool.begins[pool.chunks] = begin;
+        begin += (share - begin) / 2 > smallest ? (share - begin) / 2 : smallest;
+        for (int64_t thread = 0; thread < threads; thread++) atomic_init(&pool.taken[thread][pool.chunks], 0);
     }
-    return chunks;
+    pool.begins[pool.chunks] = share;
+    return threads * pool.chunks;
 }
 
 /* Run `run(job, begin, end)` over 0..items in chunks of at least `least` items, and wait for all. While another thread's job
@@ -154,7 +162,7 @@ void parallel(int64_t threads, body run, const void *job, int64_t items, int64_t
         pthread_mutex_unlock(&pool.lock);
     }
     number = job_of(atomic_load(&pool.ticket)); /* it may have wrapped to 0 */
-    share_work(number);
+    share_work(number, 0);
     for (int64_t spins = 1; atomic_load(&pool.finished) < chunks; spins++) {
         pause_core();
         if (spins % YIELD_SPINS == 0) sched_yield();
