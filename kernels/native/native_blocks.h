@@ -14,7 +14,7 @@
 #define MOST_GROUPS (CHUNK / LEAST_GROUP) /* of a chunk */
 #define TABLE 64
 #define ROW_WORDS 32 /* of 16 bits, with the codes of all output features of a panel */
-#define BYTES_AHEAD 4096 /* of codes, prefetched row by row: many at a time delay other loads */
+#define BYTES_AHEAD 8192 /* of codes, prefetched row by row: many at a time delay other loads */
 
 /* The scales, or the least values, of all panels: for each panel and group one for each output feature. With factors
  * they are int8, to be multiplied with those, of which each serves some neighbouring groups. */
