@@ -204,7 +204,7 @@ INLINE void one_panel(const int count, const int is_int8, panel_sums *out, const
     for (int64_t i = 0; i < in; i += is_int8 ? INT8_STEP : STEP, ahead.at += ahead.pace) {
         const char *at = panel + i * PANEL * (is_int8 ? 1 : sizeof(element));
         __builtin_prefetch(ahead.at, 0, 2); /* into L2: the L1 cache keeps the rows */
-        __builtin_prefetch(ahead.at + 64, 0, 2);
+        if (is_int8 || STEP * sizeof(element) > 2) __builtin_prefetch(ahead.at + 64, 0, 2); /* a step has two lines or more */
         if (is_int8) int8_step(count, sums, (const float *)x + i, stride, (const int8_t *)at);
         else panel_step(count, sums, (const input *)x + i, stride, (const element *)at);
     }
