@@ -29,14 +29,7 @@ struct results {
     const void *scales, *bias; /* per output feature, elements; or null */
 };
 
-/* sums += the products of `count` rows' values with the weights of one input feature; `count` is a constant. */
-INLINE void add_products(const int count, panel_sums *sums, const float *x, int64_t stride, const vec *weights) {
-#pragma GCC unroll 8
-    for (int r = 0; r < count; r++)
-#pragma GCC unroll 8
-        for (int v = 0; v < VECTORS; v++) sums[r][v] += weights[v] * x[r * stride];
-}
-
+/* sums += the products of `count` rows' values with the weights of INT8_STEP input features; `count` is a constant. */
 INLINE void int8_step(const int count, panel_sums *sums, const float *x, int64_t stride, const int8_t *at) {
     ivec words[VECTORS];
 #pragma GCC unroll 8
@@ -47,7 +40,10 @@ INLINE void int8_step(const int count, panel_sums *sums, const float *x, int64_t
 #pragma GCC unroll 8
         for (int v = 0; v < VECTORS; v++)
             weights[v] = __builtin_convertvector((words[v] << (24 - 8 * byte)) >> 24, vec);
-        add_products(count, sums, x + byte, stride, weights);
+#pragma GCC unroll 8
+        for (int r = 0; r < count; r++)
+#pragma GCC unroll 8
+            for (int v = 0; v < VECTORS; v++) sums[r][v] += weights[v] * x[r * stride + byte];
     }
 }
 
@@ -63,20 +59,46 @@ typedef uint16_t input; /* a row's values, for products */
 #else
 typedef float input;
 
+/* A vector of the weights of STEP input features each. */
+INLINE void vector_of_weights(vec *weights, const element *at) {
+#if defined(ELEMENT_BF16)
+    uvec words = load_words(at);
+    weights[0] = (vec)(words << 16);
+    weights[1] = (vec)(words & 0xffff0000);
+#else
+    weights[0] = load(at);
+#endif
+}
+
+/* The same of STEP input features. */
 INLINE void panel_step(const int count, panel_sums *sums, const float *x, int64_t stride, const element *at) {
-    vec weights[STEP][VECTORS];
+#if LANES == 8 /* a vector of weights at a time, so that registers hold the sums and the rows' values */
+    vec values[STEP][MOST_ROWS], weights[STEP];
+#pragma GCC unroll 8
+    for (int r = 0; r < count; r++)
+#pragma GCC unroll 2
+        for (int i = 0; i < STEP; i++) values[i][r] = splat(x[r * stride + i]);
 #pragma GCC unroll 8
     for (int v = 0; v < VECTORS; v++) {
-#if defined(ELEMENT_BF16)
-        uvec words = load_words(at + 2 * v * LANES);
-        weights[0][v] = (vec)(words << 16);
-        weights[1][v] = (vec)(words & 0xffff0000);
-#else
-        weights[0][v] = load(at + v * LANES);
-#endif
-    }
+        vector_of_weights(weights, at + STEP * v * LANES);
 #pragma GCC unroll 2
-    for (int i = 0; i < STEP; i++) add_products(count, sums, x + i, stride, weights[i]);
+        for (int i = 0; i < STEP; i++) {
+            if (STEP * count > 2) __asm__("" : "+x"(weights[i])); /* GCC would reload it for each row */
+#pragma GCC unroll 8
+            for (int r = 0; r < count; r++) sums[r][v] += weights[i] * values[i][r];
+        }
+    }
+#else
+    vec weights[VECTORS][STEP];
+#pragma GCC unroll 8
+    for (int v = 0; v < VECTORS; v++) vector_of_weights(weights[v], at + STEP * v * LANES);
+#pragma GCC unroll 2
+    for (int i = 0; i < STEP; i++)
+#pragma GCC unroll 8
+        for (int r = 0; r < count; r++)
+#pragma GCC unroll 8
+            for (int v = 0; v < VECTORS; v++) sums[r][v] += weights[v][i] * x[r * stride + i];
+#endif
 }
 #endif
 
@@ -151,13 +173,20 @@ struct ahead {
     int64_t pace;
 };
 
-/* The first of some rows that share a panel of `bytes` bring what comes next of it; the others, `together` at a time, the
- * next panel. */
+/* How many of the next `rows` rows are multiplied together, `most` at most: with AVX2 parts are of about one size. */
+static inline int64_t part_of(int64_t rows, int64_t most) {
+    int64_t parts = (rows + most - 1) / most;
+    return LANES == 8 ? (rows + parts - 1) / parts : least_of(rows, most);
+}
+
+/* The first of some rows that share a panel of `bytes` bring what comes next of it; the others, the next panel. The `count`
+ * rows from `row` on are multiplied together. */
 static inline struct ahead lines_ahead(const char *panel, int64_t bytes, int64_t step_bytes, int64_t row, int64_t rows,
-                                       int64_t together) {
+                                       int64_t count, int64_t most) {
     if (row == 0) return (struct ahead){panel + AHEAD(rows), step_bytes};
-    int64_t pace = step_bytes * together / (rows - together);
-    return (struct ahead){panel + bytes + (row / together - 1) * (bytes / step_bytes) * pace, pace};
+    int64_t first = part_of(rows, most), steps = bytes / step_bytes;
+    return (struct ahead){panel + bytes + (row - first) * steps / (rows - first) * step_bytes,
+                          step_bytes * count / (rows - first)};
 }
 
 /* `count` rows times one panel; `count` and `is_int8` are constants where this is used. */
@@ -175,7 +204,7 @@ INLINE void one_panel(const int count, const int is_int8, panel_sums *out, const
     for (int64_t i = 0; i < in; i += is_int8 ? INT8_STEP : STEP, ahead.at += ahead.pace) {
         const char *at = panel + i * PANEL * (is_int8 ? 1 : sizeof(element));
         __builtin_prefetch(ahead.at, 0, 2); /* into L2: the L1 cache keeps the rows */
-        __builtin_prefetch(ahead.at + 64, 0, 2);
+        if (is_int8 || STEP * sizeof(element) > 2) __builtin_prefetch(ahead.at + 64, 0, 2); /* a step has two lines or more */
         if (is_int8) int8_step(count, sums, (const float *)x + i, stride, (const int8_t *)at);
         else panel_step(count, sums, (const input *)x + i, stride, (const element *)at);
     }
@@ -204,14 +233,14 @@ INLINE void rows_of_panels(const int is_int8, const int halves, const struct pro
     const int64_t step_bytes = step * PANEL * (is_int8 ? 1 : sizeof(element)), bytes = (in + step - 1) / step * step_bytes;
     if (halves == 2) to.bias = 0;
     for (int64_t panel = begin; panel < end; panel++)
-        for (int64_t row = 0; row < rows; row += together) {
+        for (int64_t row = 0, count; row < rows; row += count) {
             panel_sums sums[2][MOST_ROWS];
-            int64_t count = least_of(together, rows - row);
+            count = part_of(rows - row, together);
             const char *x = (const char *)job->x + row * job->stride * (is_int8 ? sizeof(float) : sizeof(input));
             for (int half = 0; half < halves; half++) {
                 const char *at = (const char *)a->panels.data + (half * a->panels.size[0] / 2 + panel) * bytes;
                 FOR_COUNT(one_panel, count, is_int8, sums[half], x, job->stride, at, in,
-                          lines_ahead(at, bytes, step_bytes, row, rows, together))
+                          lines_ahead(at, bytes, step_bytes, row, rows, count, together))
             }
             if (halves == 2) gate_rows(job, sums[0], sums[1], count, panel);
             write_sums(&to, (const float *)sums, row, count, panel);

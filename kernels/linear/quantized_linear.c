@@ -17,15 +17,17 @@
 /* Add the products of some features to sums[row][column]; `rows` is a constant at each use. */
 INLINE void float_rows(const int rows, float *sums, const float *x, int64_t stride, const float *weights,
                        int64_t features) {
-    const int vectors = rows == 1 ? VECTORS : FLOAT_VECTORS;
+    const int vectors = rows <= (LANES == 8 ? 2 : 1) ? VECTORS : FLOAT_VECTORS;
     for (int v = 0; v < PANEL; v += vectors * LANES)
         add_lanes(rows, vectors, AS_THEY_ARE, sums + v, 0, x, stride, 1, weights + v, features, PANEL);
 }
 
 static void float_products(float *sums, const float *x, int64_t stride, const float *weights, int64_t features,
                            int64_t rows) {
-    for (int64_t row = 0; row < rows; row += FLOAT_ROWS, sums += FLOAT_ROWS * PANEL, x += FLOAT_ROWS * stride)
-        FOR_COUNT(float_rows, least_of(FLOAT_ROWS, rows - row), sums, x, stride, weights, features)
+    for (int64_t here; rows > 0; rows -= here, sums += here * PANEL, x += here * stride) {
+        here = part_of(rows, FLOAT_ROWS);
+        FOR_COUNT(float_rows, here, sums, x, stride, weights, features)
+    }
 }
 
 /* What has all bits of an element, a multiple of a span's unit from so many on; a float has more bits. */

@@ -119,7 +119,7 @@ static void multiply_pairs(const void *given, int64_t expert, const int32_t *pai
     struct expert_outputs to = EXPERT_OUTPUTS(a);
     int64_t in = a->x.size[1], stride = in, size = (in + STEP - 1) / STEP * STEP * PANEL;
     int64_t room = (count + TILE_ROWS) * PANEL, panels = (to.width + PANEL - 1) / PANEL;
-    int is_tiled = tiled_features(in), together = is_tiled ? 2 * TILE_ROWS : ROWS;
+    int is_tiled = tiled_features(in);
     const input *x = gathered(a, pairs, count, &stride);
     const element *own = (const element *)a->weight.data + (expert * panels + first) * to.halves * size;
     float *sums = lasting(2 * room);
@@ -127,7 +127,8 @@ static void multiply_pairs(const void *given, int64_t expert, const int32_t *pai
     if (is_tiled) before = tiles_begun(), set_tile_rows(least_of(count, TILE_ROWS), count > TILE_ROWS ? TILE_ROWS : 0);
     for (int64_t panel = first; panel < last; panel++) {
         for (int64_t half = 0; half < to.halves; half++, own += size)
-            for (int64_t row = 0; row < count; row += together) {
+            for (int64_t row = 0, here; row < count; row += here) {
+                here = part_of(count - row, is_tiled ? 2 * TILE_ROWS : ROWS);
                 float *at = sums + half * room + row * PANEL;
 #if defined(ELEMENT_BF16) && defined(WITH_TILES)
                 if (is_tiled) {
@@ -135,9 +136,9 @@ static void multiply_pairs(const void *given, int64_t expert, const int32_t *pai
                     continue;
                 }
 #endif
-                FOR_COUNT(one_panel, least_of(ROWS, count - row), 0, (panel_sums *)at, x + row * stride, stride,
-                          (const char *)own, in,
-                          lines_ahead((const char *)own, size * sizeof *own, STEP * PANEL * sizeof *own, row, count, ROWS))
+                FOR_COUNT(one_panel, here, 0, (panel_sums *)at, x + row * stride, stride, (const char *)own, in,
+                          lines_ahead((const char *)own, size * sizeof *own, STEP * PANEL * sizeof *own, row, count, here,
+                                      ROWS))
             }
         write_pairs(&to, sums, sums + room, pairs, count, expert, panel);
     }

@@ -14,6 +14,8 @@
 #define SQUARE_ROWS 4
 #if defined(WITH_SQUARES) && defined(ELEMENT_BF16)
 #define ROWS SQUARE_ROWS
+#elif LANES == 8 && !defined(ELEMENT_BF16) /* whose steps have two features */
+#define ROWS 3
 #else
 #define ROWS ROWS_OF_PANEL
 #endif
