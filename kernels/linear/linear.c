@@ -173,10 +173,11 @@ struct ahead {
     int64_t pace;
 };
 
-/* How many of the next `rows` rows are multiplied together, `most` at most: with AVX2 parts are of about one size. */
+/* How many of the next `rows` rows are multiplied together, `most` at most: parts are of about one size, for a single row
+ * takes nearly as long as several; NEON's squares are of `most` rows. */
 static inline int64_t part_of(int64_t rows, int64_t most) {
     int64_t parts = (rows + most - 1) / most;
-    return LANES == 8 ? (rows + parts - 1) / parts : least_of(rows, most);
+    return LANES == 4 ? least_of(rows, most) : (rows + parts - 1) / parts;
 }
 
 /* The first of some rows that share a panel of `bytes` bring what comes next of it; the others, the next panel. The `count`
