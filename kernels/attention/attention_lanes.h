@@ -31,7 +31,7 @@ typedef float factor;
 #define KEY_ROWS 32 /* keys whose logits become weights together */
 #define OF_WORD ((int64_t)(4 / sizeof(factor)))  /* factors in a word */
 #define OF_VECTOR (OF_WORD * LANES)              /* and in a vector */
-#define SLACK 8.0f /* by how much a logit may be above what powers refer to before sums are scaled anew */
+#define MOST_SUM 256.0f /* of KEY_ROWS weights, before powers refer to a greater logit */
 
 /* Features of a head, in pairs up to whole KEY_ROWS: what is behind the last are zeros. */
 static int64_t width_of_head(int64_t dim) { return IN_PAIRS ? (dim + KEY_ROWS - 1) / KEY_ROWS * KEY_ROWS : dim; }
@@ -132,7 +132,10 @@ INLINE void gather(const int64_t code, const struct block_room *room, const void
     }
 }
 
-/* sums[row][lane] of some rows, a multiple of KEY_ROWS in pairs, else of LANES, with a panel of queries or weights;
+/* Keys up to whole MOST_ROWS. */
+static int64_t up_to_rows(int64_t keys) { return (keys + MOST_ROWS - 1) / MOST_ROWS * MOST_ROWS; }
+
+/* sums[row][lane] of some rows, a multiple of MOST_ROWS, with a panel of queries or weights;
  * they go on if `goes_on`, a constant where this is used. What is behind the last query's vector may be left alone. */
 INLINE void products(const int goes_on, float *sums, const factor *x, int64_t stride, const factor *panel, int64_t in,
                      int64_t rows, int64_t lanes) {
@@ -141,7 +144,7 @@ INLINE void products(const int goes_on, float *sums, const factor *x, int64_t st
     if (has_tiles) lanes = PANEL;
 #endif
     for (int64_t row = 0; lanes > LANES && row < rows; row += KEY_ROWS)
-        pair_products(goes_on, sums + row * PANEL, x + row * stride, stride, panel, in, KEY_ROWS);
+        pair_products(goes_on, sums + row * PANEL, x + row * stride, stride, panel, in, least_of(rows - row, KEY_ROWS));
     for (int64_t row = 0; lanes <= LANES && row < rows; row += MOST_ROWS)
         few_pair_products(MOST_ROWS, 1, goes_on, sums + row * PANEL, x + row * stride, stride, panel, in);
 #else
@@ -163,11 +166,12 @@ INLINE void products(const int goes_on, float *sums, const factor *x, int64_t st
 #endif
 }
 
-/* The logits of a panel of queries, from the `from`th on, with KEY_ROWS keys. */
+/* The logits of a panel of queries, from the `from`th on, with KEY_ROWS keys, or with those of them among the block's first
+ * `seen`. */
 APART void lane_logits(float *logits, const struct query_lanes *queries, const struct block_room *room, int64_t from,
-                        int64_t part) {
-    int64_t width = queries->width;
-    products(0, logits, room->keys + part * KEY_ROWS * width, width, queries->q + from * width, width, KEY_ROWS,
+                        int64_t part, int64_t seen) {
+    int64_t width = queries->width, rows = least_of(up_to_rows(seen) - part * KEY_ROWS, KEY_ROWS);
+    products(0, logits, room->keys + part * KEY_ROWS * width, width, queries->q + from * width, width, rows,
              queries->count - from);
 }
 
@@ -213,13 +217,15 @@ INLINE void load_weights(const factor *at, vec *even, vec *odd) {
 #endif
 }
 
-INLINE void store_weights(factor *at, vec *even, vec *odd) {
+/* Store them; return the sums of what is stored, added to `sums`. */
+INLINE vec store_weights(factor *at, vec even, vec odd, vec sums) {
 #if IN_PAIRS
-    uvec low = ((uvec)*even + 0x8000) & 0xffff0000, high = ((uvec)*odd + 0x8000) & 0xffff0000;
-    store_words(at, low >> 16 | high);
-    *even = (vec)low, *odd = (vec)high;
+    uvec both = ((uvec)even + 0x8000) >> 16 | (((uvec)odd + 0x8000) & 0xffff0000);
+    store_words(at, both);
+    return sums + ((vec)(both << 16) + (vec)(both & 0xffff0000));
 #else
-    store_f32(at, *even), store_f32(at + QUERY_LANES, *odd);
+    store_f32(at, even), store_f32(at + QUERY_LANES, odd);
+    return sums + (even + odd);
 #endif
 }
 
@@ -230,67 +236,151 @@ static void refer_to(vec reference, factor *weights, int64_t keys, float *sums, 
     for (int64_t i = 0; i < width; i++) store_f32(sums + i * QUERY_LANES, load_f32(sums + i * QUERY_LANES) * shrink);
     for (int64_t k = 0; k < keys; k += 2) {
         load_weights(weights + k * QUERY_LANES, &even, &odd);
-        even *= shrink, odd *= shrink;
-        store_weights(weights + k * QUERY_LANES, &even, &odd);
+        store_weights(weights + k * QUERY_LANES, even * shrink, odd * shrink, shrink);
     }
     store_f32(largest, reference);
     *total *= shrink;
 }
 
-/* Turn the logits of LANES queries with a part of the keys, once multiplied with `scale`, into weights, behind those of
- * parts before. Powers refer to about the largest logit so far: to one that none is SLACK above, each lane's own. */
-INLINE void weigh_lanes(factor *weights, int64_t part, const float *logits, const float *value_scales, float scale,
-                        float *sums, float *largest, float *total, int64_t width) {
-    vec top = greatest_in_lanes(logits) * scale, reference = load_f32(largest), sum = load_f32(total);
-    ivec more = top > reference + SLACK;
-    if (any_lane(more)) {
-        reference = (vec)((more & (ivec)top) | (~more & (ivec)reference));
-        refer_to(reference, weights, part * KEY_ROWS, sums, largest, &sum, width);
-    }
-    factor *to = weights + part * KEY_ROWS * QUERY_LANES;
+/* Turn the logits of LANES queries with KEY_ROWS keys, once multiplied with `scale`, into weights; return their sums. */
+INLINE vec weigh_rows(factor *weights, const float *logits, const float *value_scales, float scale, vec reference) {
+    vec sum = splat(0.0f);
+#pragma GCC unroll 2
     for (int64_t n = 0; n < KEY_ROWS; n += 2) {
         vec even = power_of(load_f32(logits + n * QUERY_LANES) * scale - reference);
         vec odd = power_of(load_f32(logits + (n + 1) * QUERY_LANES) * scale - reference);
-        if (value_scales) {
+        factor *at = weights + n * QUERY_LANES;
+        if (!value_scales) {
+            sum = store_weights(at, even, odd, sum); /* what is rounded off cancels out */
+        } else {
             sum += even + odd;
-            even *= value_scales[part * KEY_ROWS + n], odd *= value_scales[part * KEY_ROWS + n + 1];
+            store_weights(at, even * value_scales[n], odd * value_scales[n + 1], sum);
         }
-        store_weights(to + n * QUERY_LANES, &even, &odd);
-        if (!value_scales) sum += even + odd; /* what is rounded off cancels out */
     }
-    store_f32(total, sum);
+    return sum;
+}
+
+/* Do so with a part of the keys, behind those of parts before. Powers refer to about the largest logit so far, each lane's
+ * own: to one that none is far above, as the sums tell. */
+INLINE void weigh_lanes(factor *weights, int64_t part, const float *logits, const float *value_scales, float scale,
+                        float *sums, float *largest, float *total, int64_t width) {
+    factor *to = weights + part * KEY_ROWS * QUERY_LANES;
+    vec reference = load_f32(largest), before = load_f32(total);
+    if (value_scales) value_scales += part * KEY_ROWS;
+    vec sum = weigh_rows(to, logits, value_scales, scale, reference);
+    ivec more = sum > MOST_SUM;
+    if (any_lane(more)) {
+        vec top = greatest_in_lanes(logits) * scale;
+        reference = (vec)((more & (ivec)top) | (~more & (ivec)reference));
+        refer_to(reference, weights, part * KEY_ROWS, sums, largest, &before, width);
+        sum = weigh_rows(to, logits, value_scales, scale, reference);
+    }
+    store_f32(total, before + sum);
+}
+
+/* Whether all of a panel's queries see all of a part of the keys, whose logits are nothing but scaled. */
+static int are_plain(const struct query_lanes *queries, const struct block_room *room, int64_t from, int64_t part,
+                     int64_t first, int64_t count) {
+    int64_t last = least_of(from + QUERY_LANES, queries->count) - 1, behind = (part + 1) * KEY_ROWS;
+    int64_t lowest = queries->position + from / queries->group - first;
+    int64_t highest = queries->position + last / queries->group - first;
+    int64_t window = window_at(queries->logits, highest + first);
+    return lowest >= behind - 1 && count >= behind && (window < 0 || highest <= window) && !room->key_scales &&
+           !are_changed(queries->logits);
 }
 
 /* Weigh a part of the keys for the `half`th LANES queries of a panel, if there are such. */
 static void weigh_part(const struct query_lanes *queries, const struct block_room *room, factor *weights, float *logits,
                        int64_t from, int64_t half, int64_t part, int64_t first, int64_t count) {
-    int64_t width = queries->width, last = least_of(from + QUERY_LANES, queries->count) - 1, behind = (part + 1) * KEY_ROWS;
-    int64_t lowest = queries->position + from / queries->group - first;
-    int64_t highest = queries->position + last / queries->group - first;
-    int64_t window = window_at(queries->logits, highest + first);
-    int sees_all = lowest >= behind - 1 && count >= behind && (window < 0 || highest <= window);
+    int64_t width = queries->width;
     float *sums = queries->sums + from * width + half, *largest = queries->largest + from + half;
     float *total = queries->total + from + half, scale = 1.0f;
-    if (from + half > last) return;
+    if (from + half >= queries->count) return;
     logits += half, weights += OF_WORD * half;
-    if (!sees_all || room->key_scales || are_changed(queries->logits))
-        mask_lanes(logits, queries, room, from + half, part, first, count);
-    else scale = queries->logits.scale * UNIT;
+    if (are_plain(queries, room, from, part, first, count)) scale = queries->logits.scale * UNIT;
+    else mask_lanes(logits, queries, room, from + half, part, first, count);
     if (room->value_scales) weigh_lanes(weights, part, logits, room->value_scales, scale, sums, largest, total, width);
     else weigh_lanes(weights, part, logits, 0, scale, sums, largest, total, width);
 }
 
-/* How many parts of `count` keys that begin at `first` are seen by some of a panel of queries. */
-static int64_t seen_parts(const struct query_lanes *queries, int64_t from, int64_t first, int64_t count) {
-    int64_t highest = queries->position + (least_of(from + QUERY_LANES, queries->count) - 1) / queries->group - first;
-    return highest < 0 ? 0 : (least_of(highest + 1, count) + KEY_ROWS - 1) / KEY_ROWS;
+#if IN_PAIRS && !defined(WITH_SQUARES)
+#define STEP 16 /* features */
+/* Multiply the next ROWS_OF_PANEL keys with a panel of queries, and weigh those before, whose logits they replace:
+ * instructions of both alternate, for weights take other units than products. Either may be left out, by a constant. */
+INLINE void weigh_ahead(const int multiplies, const int weighs, float *logits, const factor *keys, const factor *panel,
+                        int64_t width, factor *weights, float scale, const vec *references, vec *added) {
+    panel_sums sums[ROWS_OF_PANEL] = {0};
+    const float *at = logits;
+    for (int64_t i = 0, due = 0; i < width; i += STEP) {
+        if (multiplies)
+#pragma GCC unroll 8
+            for (int k = 0; k < STEP; k += 2)
+                bf16_step(ROWS_OF_PANEL, VECTORS, sums, keys + i + k, width, panel + (i + k) * PANEL);
+        for (due += STEP * ROWS_OF_PANEL / 2; weighs && due >= width; due -= width, at += 2 * PANEL, weights += 2 * PANEL)
+#pragma GCC unroll 8
+            for (int v = 0; v < VECTORS; v++) {
+                vec even = power_of(load_f32(at + v * LANES) * scale - references[v]);
+                vec odd = power_of(load_f32(at + PANEL + v * LANES) * scale - references[v]);
+                added[v] = store_weights(weights + 2 * v * LANES, even, odd, added[v]);
+            }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; multiplies && r < ROWS_OF_PANEL; r++)
+#pragma GCC unroll 8
+        for (int v = 0; v < VECTORS; v++) store_f32(logits + r * PANEL + v * LANES, sums[r][v]);
+}
+#endif
+
+/* Weigh parts of the keys from `part` on for a panel while all of its queries see all of them; return the part behind them:
+ * `part` itself if powers have to refer to a greater logit. The weights are those of `weigh_part`. */
+APART int64_t weigh_at_once(const struct query_lanes *queries, const struct block_room *room, factor *weights, int64_t from,
+                            int64_t part, int64_t first, int64_t count) {
+#if IN_PAIRS && !defined(WITH_SQUARES)
+    int64_t width = queries->width, groups = KEY_ROWS / ROWS_OF_PANEL, behind = part;
+    const factor *keys = room->keys + part * KEY_ROWS * width, *panel = queries->q + from * width;
+    float scale = queries->logits.scale * UNIT;
+    vec references[VECTORS], totals[VECTORS], added[VECTORS] = {0};
+    ivec more = {0};
+    for (int v = 0; v < VECTORS; v++) {
+        references[v] = load_f32(queries->largest + from + v * LANES), totals[v] = load_f32(queries->total + from + v * LANES);
+        more |= references[v] <= LEAST_LOGIT;
+    }
+    while (are_plain(queries, room, from, behind, first, count)) behind++;
+    if (behind == part || any_lane(more) || queries->count - from <= LANES) return part;
+    weights += part * KEY_ROWS * PANEL;
+    weigh_ahead(1, 0, room->logits, keys, panel, width, weights, scale, references, added);
+    for (int64_t group = 1; group <= (behind - part) * groups; group++, weights += ROWS_OF_PANEL * PANEL) {
+        keys += ROWS_OF_PANEL * width;
+        if (group < (behind - part) * groups)
+            weigh_ahead(1, 1, room->logits, keys, panel, width, weights, scale, references, added);
+        else weigh_ahead(0, 1, room->logits, keys, panel, width, weights, scale, references, added);
+        for (int v = 0; group % groups == 0 && v < VECTORS; v++) {
+            more |= added[v] > MOST_SUM;
+            totals[v] += added[v], added[v] = splat(0.0f);
+        }
+    }
+    if (any_lane(more)) return part;
+    for (int v = 0; v < VECTORS; v++) store_f32(queries->total + from + v * LANES, totals[v]);
+    return behind;
+#else
+    (void)queries, (void)room, (void)weights, (void)from, (void)first, (void)count;
+    return part;
+#endif
 }
 
-/* Add features `begin` to `end` of the values to the sums of a panel of queries, once `weights` are made of `parts`. */
+/* How many of `count` keys that begin at `first` are seen by some of a panel of queries. */
+static int64_t seen_keys(const struct query_lanes *queries, int64_t from, int64_t first, int64_t count) {
+    int64_t highest = queries->position + (least_of(from + QUERY_LANES, queries->count) - 1) / queries->group - first;
+    return highest < 0 ? 0 : least_of(highest + 1, count);
+}
+
+static int64_t parts_of_keys(int64_t keys) { return (keys + KEY_ROWS - 1) / KEY_ROWS; }
+
+/* Add features `begin` to `end` of the values to the sums of a panel of queries, once `weights` are made of `keys`. */
 APART void add_values(const struct query_lanes *queries, const struct block_room *room, const factor *weights, int64_t from,
-                       int64_t parts, int64_t begin, int64_t end) {
+                       int64_t keys, int64_t begin, int64_t end) {
     products(1, queries->sums + from * queries->width + begin * QUERY_LANES, room->values + begin * KEYS, KEYS, weights,
-             parts * KEY_ROWS, end - begin, queries->count - from);
+             keys, end - begin, queries->count - from);
 }
 
 /* Let many queries attend to `count` keys that begin at `first`, which are in `room` with their values; some of `next` is
@@ -299,42 +389,42 @@ APART void add_values(const struct query_lanes *queries, const struct block_room
 static void attend_block(const struct query_lanes *queries, const struct block_room *room, int64_t first, int64_t count,
                          struct coming *next) {
     int64_t from = 0, step = 0, parts_before = 0, groups = queries->width / KEY_ROWS;
-    while (from < queries->count && !seen_parts(queries, from, first, count)) from += QUERY_LANES; /* all of it comes later */
+    while (from < queries->count && !seen_keys(queries, from, first, count)) from += QUERY_LANES; /* all of it comes later */
     int64_t share = bytes_of(next) / ((queries->count - from) / QUERY_LANES + 1) + 1;
 #ifdef WITH_TILES
     if (IN_PAIRS && has_tiles) {
         factor *before = room->weights;
-        if (from < queries->count) lane_logits(room->logits, queries, room, from, 0);
+        if (from < queries->count) lane_logits(room->logits, queries, room, from, 0, KEYS);
         for (; from < queries->count; from += PANEL) {
-            int64_t parts = seen_parts(queries, from, first, count);
+            int64_t parts = parts_of_keys(seen_keys(queries, from, first, count));
             factor *weights = room->weights + from / PANEL % 2 * KEYS * PANEL;
             for (int64_t part = 0; part < parts; part++, step++) {
                 float *logits = room->logits + step % 2 * KEY_ROWS * PANEL;
                 float *ahead = room->logits + (step + 1) % 2 * KEY_ROWS * PANEL;
-                if (part + 1 < parts) lane_logits(ahead, queries, room, from, part + 1);
-                else if (from + PANEL < queries->count) lane_logits(ahead, queries, room, from + PANEL, 0);
+                if (part + 1 < parts) lane_logits(ahead, queries, room, from, part + 1, KEYS);
+                else if (from + PANEL < queries->count) lane_logits(ahead, queries, room, from + PANEL, 0, KEYS);
                 weigh_part(queries, room, weights, logits, from, 0, part, first, count);
                 if (parts_before)
-                    add_values(queries, room, before, from - PANEL, parts_before, groups * part / parts * KEY_ROWS,
+                    add_values(queries, room, before, from - PANEL, parts_before * KEY_ROWS, groups * part / parts * KEY_ROWS,
                                groups * (part + 1) / parts * KEY_ROWS);
                 weigh_part(queries, room, weights, logits, from, LANES, part, first, count);
             }
             ask_for(next, share);
             parts_before = parts, before = weights;
         }
-        if (parts_before) add_values(queries, room, before, from - PANEL, parts_before, 0, queries->width);
+        if (parts_before) add_values(queries, room, before, from - PANEL, parts_before * KEY_ROWS, 0, queries->width);
         return;
     }
 #endif
     (void)step, (void)parts_before, (void)groups;
     for (; from < queries->count; from += QUERY_LANES) {
-        int64_t parts = seen_parts(queries, from, first, count);
-        for (int64_t part = 0; part < parts; part++) {
-            lane_logits(room->logits, queries, room, from, part);
+        int64_t seen = seen_keys(queries, from, first, count), parts = parts_of_keys(seen);
+        for (int64_t part = 0; (part = weigh_at_once(queries, room, room->weights, from, part, first, count)) < parts; part++) {
+            lane_logits(room->logits, queries, room, from, part, seen);
             for (int64_t half = 0; half < QUERY_LANES; half += LANES)
                 weigh_part(queries, room, room->weights, room->logits, from, half, part, first, count);
         }
-        add_values(queries, room, room->weights, from, parts, 0, queries->width);
+        add_values(queries, room, room->weights, from, up_to_rows(seen), 0, queries->width);
         ask_for(next, share);
     }
 }
