@@ -111,6 +111,7 @@ INLINE void ask_in_order(struct coming *next, int64_t tokens) {
         int is_value = next->token >= next->count;
         const char *from = is_value ? next->values : next->keys;
         from += next->places[next->token - is_value * next->count] * next->size;
+#pragma GCC unroll 4
         for (int64_t byte = 0; byte < next->bytes; byte += 64) __builtin_prefetch(from + byte, 0, 2);
     }
 }

@@ -12,6 +12,7 @@
 #define GRAPHDECODE_DECODE_ATTENTION
 #define BLOCK 16 /* keys: what is asked for ahead of its use is not more than some KB */
 #define VALUE_VECTORS (LANES == 8 ? 2 : 4) /* of values, whose sums of four queries stay in registers */
+#define SLACK 8.0f /* of logits above the one that weights refer to */
 #define SPAN 512 /* keys; a multiple of BLOCK and KEYS */
 
 /* Add lanes of two vectors to the ones `width` beside them; `width` is a constant where this is used. */
@@ -61,7 +62,7 @@ INLINE float greatest_of(vec v) {
 }
 
 /* Turn a query's logits of `count` keys, of which it sees those from `begin` to `end`, into weights, in their place; shrink
- * what was summed before if the largest logit grew. */
+ * what was summed before if a logit is SLACK above what weights refer to. */
 static void soften(float *logits, struct logits of, const float *value_scales, int64_t count, int64_t begin, int64_t end,
                    float *sums, float *largest, float *total, int64_t width) {
     factor *weights = (factor *)logits;
@@ -71,14 +72,17 @@ static void soften(float *logits, struct logits of, const float *value_scales, i
         memset(weights, 0, padded * sizeof *weights);
         return;
     }
-    vec most = splat(-INFINITY), added = splat(0.0f);
+    ivec more = {0};
+    vec added = splat(0.0f);
     for (int64_t j = 0; are_changed(of) && j < padded; j += LANES)
         store_f32(logits + j, logits_from(load_f32(logits + j), of, UNIT));
     for (int64_t j = 0; j < begin; j++) logits[j] = -INFINITY;
     for (int64_t j = end; j < padded; j++) logits[j] = -INFINITY;
-    for (int64_t j = 0; j < padded; j += LANES) most = greater_of(load_f32(logits + j), most);
-    float found = greatest_of(most) * scale;
-    if (found > top) {
+    for (int64_t j = 0; j < padded; j += LANES) more |= load_f32(logits + j) * scale - top > SLACK;
+    if (any_lane(more)) {
+        vec most = splat(-INFINITY);
+        for (int64_t j = 0; j < padded; j += LANES) most = greater_of(load_f32(logits + j), most);
+        float found = greatest_of(most) * scale;
         float shrink = power_to(top - found);
         for (int64_t i = 0; i < width; i += LANES) store_f32(sums + i, load_f32(sums + i) * shrink);
         *total *= shrink;
