@@ -226,7 +226,8 @@ def vllm_tokens(folder: str) -> None:
     """Answer as `llama-gguf` does; a step's time is a long run's less a short one's."""
     answers = json_output()
     sizes = {"max_model_len": 4096, "max_num_seqs": 32, "max_num_batched_tokens": 4096}
-    llm, params_of = vllm_of(folder, "bfloat16", 2, enable_prefix_caching=False, **sizes)
+    options = {"enable_prefix_caching": False, "skip_tokenizer_init": True}
+    llm, params_of = vllm_of(folder, "bfloat16", 2, **options, **sizes)
 
     def seconds(prompts: Prompts, new_tokens: int) -> float:
         params = params_of(temperature=0.0, max_tokens=new_tokens, ignore_eos=True, detokenize=False)

@@ -213,7 +213,8 @@ def main(
         result |= {"file": path.name, "file_bytes": path.stat().st_size}
     else:
         result |= {"dtype": "bfloat16", "peaks": beside_peaks(llm.model, figures)}
-        result["long_contexts"] = long_contexts(path, rounds)
+        if llm.model.config.max_position_embeddings >= LONG_TOKENS + LONG_STEPS:
+            result["long_contexts"] = long_contexts(path, rounds)
     if out is not None:
         warn_if_slower(out.name, result, figures_of)
     write(out, result)
