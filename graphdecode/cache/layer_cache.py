@@ -12,7 +12,7 @@ from torch import Tensor
 
 from graphdecode.kernels.cache.kv_format import PageScales, format_of
 
-_HUGE_FROM = 2 * 2**20  # bytes of a tensor to back by huge pages: that of one
+_HUGE_FROM = 2 * 2**20  # bytes of a tensor to back by huge pages: the size of one
 
 
 def untouched_zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> Tensor:

@@ -304,19 +304,19 @@ static void weigh_part(const struct query_lanes *queries, const struct block_roo
 }
 
 #if IN_PAIRS && !defined(WITH_SQUARES)
-#define STEP 16 /* features */
+#define FEATURES_AT_ONCE 16
 /* Multiply the next ROWS_OF_PANEL keys with a panel of queries, and weigh those before, whose logits they replace:
  * instructions of both alternate, for weights take other units than products. Either may be left out, by a constant. */
 INLINE void weigh_ahead(const int multiplies, const int weighs, float *logits, const factor *keys, const factor *panel,
                         int64_t width, factor *weights, float scale, const vec *references, vec *added) {
     panel_sums sums[ROWS_OF_PANEL] = {0};
     const float *at = logits;
-    for (int64_t i = 0, due = 0; i < width; i += STEP) {
+    for (int64_t i = 0, due = 0; i < width; i += FEATURES_AT_ONCE) {
         if (multiplies)
 #pragma GCC unroll 8
-            for (int k = 0; k < STEP; k += 2)
+            for (int k = 0; k < FEATURES_AT_ONCE; k += 2)
                 bf16_step(ROWS_OF_PANEL, VECTORS, sums, keys + i + k, width, panel + (i + k) * PANEL);
-        for (due += STEP * ROWS_OF_PANEL / 2; weighs && due >= width; due -= width, at += 2 * PANEL, weights += 2 * PANEL)
+        for (due += FEATURES_AT_ONCE * ROWS_OF_PANEL / 2; weighs && due >= width; due -= width, at += 2 * PANEL, weights += 2 * PANEL)
 #pragma GCC unroll 8
             for (int v = 0; v < VECTORS; v++) {
                 vec even = power_of(load_f32(at + v * LANES) * scale - references[v]);
@@ -329,13 +329,11 @@ INLINE void weigh_ahead(const int multiplies, const int weighs, float *logits, c
 #pragma GCC unroll 8
         for (int v = 0; v < VECTORS; v++) store_f32(logits + r * PANEL + v * LANES, sums[r][v]);
 }
-#endif
 
 /* Weigh parts of the keys from `part` on for a panel while all of its queries see all of them; return the part behind them:
  * `part` itself if powers have to refer to a greater logit. The weights are those of `weigh_part`. */
 APART int64_t weigh_at_once(const struct query_lanes *queries, const struct block_room *room, factor *weights, int64_t from,
                             int64_t part, int64_t first, int64_t count) {
-#if IN_PAIRS && !defined(WITH_SQUARES)
     int64_t width = queries->width, groups = KEY_ROWS / ROWS_OF_PANEL, behind = part;
     const factor *keys = room->keys + part * KEY_ROWS * width, *panel = queries->q + from * width;
     float scale = queries->logits.scale * UNIT;
@@ -362,11 +360,8 @@ APART int64_t weigh_at_once(const struct query_lanes *queries, const struct bloc
     if (any_lane(more)) return part;
     for (int v = 0; v < VECTORS; v++) store_f32(queries->total + from + v * LANES, totals[v]);
     return behind;
-#else
-    (void)queries, (void)room, (void)weights, (void)from, (void)first, (void)count;
-    return part;
-#endif
 }
+#endif
 
 /* How many of `count` keys that begin at `first` are seen by some of a panel of queries. */
 static int64_t seen_keys(const struct query_lanes *queries, int64_t from, int64_t first, int64_t count) {
@@ -419,7 +414,11 @@ static void attend_block(const struct query_lanes *queries, const struct block_r
     (void)step, (void)parts_before, (void)groups;
     for (; from < queries->count; from += QUERY_LANES) {
         int64_t seen = seen_keys(queries, from, first, count), parts = parts_of_keys(seen);
-        for (int64_t part = 0; (part = weigh_at_once(queries, room, room->weights, from, part, first, count)) < parts; part++) {
+        for (int64_t part = 0; part < parts; part++) {
+#if IN_PAIRS && !defined(WITH_SQUARES)
+            part = weigh_at_once(queries, room, room->weights, from, part, first, count);
+            if (part == parts) break;
+#endif
             lane_logits(room->logits, queries, room, from, part, seen);
             for (int64_t half = 0; half < QUERY_LANES; half += LANES)
                 weigh_part(queries, room, room->weights, room->logits, from, half, part, first, count);

@@ -1,7 +1,7 @@
 /* Decode attention of each row's newest queries over the row's own pages; see decode_attention.py for the formula.
  *
- * Keys are taken in blocks, with a running maximum and sum (Milakov and Gimelshein, 2018), so each key and value is read
- * once. A long row is shared out among threads in spans of SPAN keys, which begin at multiples of it and are merged in
+ * Keys are taken in blocks, with a running sum and a reference near the maximum (Milakov and Gimelshein, 2018), so each
+ * key and value is read once. A long row is shared out among threads in spans of SPAN keys, which begin at multiples of it and are merged in
  * their order: which heads and spans are done together, and by which thread, changes nothing in a head's result. Where
  * the processor multiplies tiles of bf16, it does (decode_tiles.h).
  */
@@ -22,7 +22,7 @@ INLINE vec fold_pair(const int width, vec a, vec b) { return parted(width, 0, a,
 struct sharing {
     const void *args;
     int64_t parts, spans;
-    float *partial; /* of each row, span and query of all heads: its sum, largest logit and total */
+    float *partial; /* of each row, span and query of all heads: its sum, reference and total */
 };
 
 /* What a row's queries see of its keys. */

@@ -1,7 +1,7 @@
 /* Causal attention of each row's newest tokens over the row's own pages; see extend_attention.py for the formula.
  *
  * Some tokens of a row, and all heads that share a key head, are done together: a key or value that was brought out of its
- * page serves them all. Keys are taken KEYS at a time with a running maximum and sum, as in decode_attention.c, which comes
+ * page serves them all. Keys are taken KEYS at a time with a running sum and reference, as in decode_attention.c, which comes
  * before this file in the unit.
  */
 #include "native.h"
@@ -101,7 +101,7 @@ static void NAME(extend_tasks)(const void *job, int64_t begin, int64_t end) {
             here = (NAME(tokens_of)(a, row) + together - 1) / together * kv_heads;
             if (task < before + here) break;
         }
-        int64_t part = here / kv_heads - 1 - (task - before) / kv_heads; /* the last see the most: they come first */
+        int64_t part = here / kv_heads - 1 - (task - before) / kv_heads; /* the last see the most: they come first in a share */
         int64_t first = part * together, tokens = NAME(tokens_of)(a, row), head = (task - before) % kv_heads;
         if (NAME(are_few)(a, tokens)) NAME(extend_few)(a, row, tokens, head);
         else NAME(extend)(a, row, first, least_of(first + together, tokens), head);

@@ -163,7 +163,7 @@ INLINE void rows_in_digits(const int bits, const int is_linear, const int rows, 
 
 /* sums[row][column] of one or two rows with one panel. */
 INLINE void few_integer_rows(const int bits, const int is_linear, float *out, const struct span_job *job,
-                               const struct integer_rows *x, const int8_t *means, int64_t panel) {
+                             const struct integer_rows *x, const int8_t *means, int64_t panel) {
     if (job->rows == 1) rows_in_digits(bits, is_linear, 1, out, job, x, means, panel);
     else rows_in_digits(bits, is_linear, 2, out, job, x, means, panel);
 }

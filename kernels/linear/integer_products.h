@@ -164,7 +164,7 @@ INLINE void add_to_rows(const int has_mins, float *sums, struct integer_chunk *c
         add_rows(has_mins, sums + row * PANEL, chunk, job->weight->span, x, first + row, least_of(TOGETHER, rows - row));
 }
 
-/* sums[row][column] of `rows` rows from `first` on with one panel. */
+/* sums[row][column] of `rows` rows from `first` on with one panel; there is room for one row more. */
 static void integers_of_panel(float *sums, const struct span_job *job, const struct integer_rows *x, int64_t first,
                               int64_t rows, int64_t panel) {
     const struct block_weight *weight = job->weight;

@@ -70,7 +70,7 @@ INLINE void vector_of_weights(vec *weights, const element *at) {
 #endif
 }
 
-/* The same of STEP input features. */
+/* sums += the products of `count` rows' values with the weights of STEP input features; `count` is a constant. */
 INLINE void panel_step(const int count, panel_sums *sums, const float *x, int64_t stride, const element *at) {
 #if LANES == 8 /* a vector of weights at a time, so that registers hold the sums and the rows' values */
     vec values[STEP][MOST_ROWS], weights[STEP];
@@ -167,7 +167,7 @@ static void write_sums(const struct results *to, const float *sums, int64_t row,
     BY_WIDTH(to->is_wide, write_rows, to, sums, row, rows, panel * PANEL);
 }
 
-/* What is prefetched with each step of a panel: two lines, which then advance by `pace` bytes. */
+/* What is prefetched with each step of a panel: a line or two, which then advance by `pace` bytes. */
 struct ahead {
     const char *at;
     int64_t pace;

@@ -128,7 +128,7 @@ static void multiply_pairs(const void *given, int64_t expert, const int32_t *pai
     for (int64_t panel = first; panel < last; panel++) {
         for (int64_t half = 0; half < to.halves; half++, own += size)
             for (int64_t row = 0, here; row < count; row += here) {
-                here = part_of(count - row, is_tiled ? 2 * TILE_ROWS : ROWS);
+                here = is_tiled ? 2 * TILE_ROWS : part_of(count - row, ROWS);
                 float *at = sums + half * room + row * PANEL;
 #if defined(ELEMENT_BF16) && defined(WITH_TILES)
                 if (is_tiled) {

@@ -14,7 +14,7 @@
 #define SQUARE_ROWS 4
 #if defined(WITH_SQUARES) && defined(ELEMENT_BF16)
 #define ROWS SQUARE_ROWS
-#elif LANES == 8 && !defined(ELEMENT_BF16) /* whose steps have two features */
+#elif LANES == 8 && !defined(ELEMENT_BF16) /* bf16 has two features in a step */
 #define ROWS 3
 #else
 #define ROWS ROWS_OF_PANEL
@@ -187,7 +187,7 @@ INLINE void few_pair_products(const int count, const int vectors, const int goes
 }
 
 /* sums[row][column] of up to two tiles' rows with a panel, which go on if `goes_on`, a constant where this is used; `in` is
- * a multiple of 32. Where there are tiles, their shapes are set for as many rows, or more. */
+ * a multiple of 8, with tiles of 32. Where there are tiles, their shapes are set for as many rows, or more. */
 INLINE void pair_products(const int goes_on, float *sums, const uint16_t *x, int64_t stride, const uint16_t *panel,
                           int64_t in, int64_t rows) {
 #ifdef WITH_TILES

@@ -18,7 +18,7 @@
 #define MOST_THREADS 256
 #define SLEEP_SPINS 4000 /* pauses, some 0.1 ms, before a thread without work sleeps */
 #define YIELD_SPINS 1000 /* pauses before a waiting caller yields its core */
-#define SHARE_BITS 4 /* a chunk is at least this power of 1/2 of a thread's share */
+#define SHARE_BITS 4 /* a chunk, but for the last, is at least this power of 1/2 of a thread's share */
 #define MOST_CHUNKS (SHARE_BITS + 4) /* of a share */
 #define CHUNK_BITS 12 /* of the ticket */
 _Static_assert(MOST_THREADS * MOST_CHUNKS < 1 << CHUNK_BITS, "all chunks are counted in the ticket");
@@ -129,7 +129,8 @@ static void start_threads(int64_t threads) {
     pthread_sigmask(SIG_SETMASK, &before, 0);
 }
 
-/* Cut the job's shares into chunks of half of what is left, at least `least` items, and return how many there are. */
+/* Cut the job's shares into chunks of half of what is left, at least `least` items but for the last, and return how many
+ * there are. */
 static int64_t cut_chunks(int64_t threads, int64_t least) {
     int64_t share = (pool.items + threads - 1) / threads, smallest = share >> SHARE_BITS, begin = 0;
     if (smallest < least) smallest = least;
@@ -142,13 +143,14 @@ static int64_t cut_chunks(int64_t threads, int64_t least) {
     return threads * pool.chunks;
 }
 
-/* Run `run(job, begin, end)` over 0..items in chunks of at least `least` items, and wait for all. While another thread's job
- * is shared, this thread runs its own without help. */
+/* Run `run(job, begin, end)` over 0..items, and wait for all; `least` items are worth a thread. While another thread's job is
+ * shared, this thread runs its own without help. */
 void parallel(int64_t threads, body run, const void *job, int64_t items, int64_t least) {
     if (threads < 2 || items <= least || atomic_flag_test_and_set(&pool.busy)) {
         run(job, 0, items);
         return;
     }
+    if (threads > (items + least - 1) / least) threads = (items + least - 1) / least;
     if (pool.started < threads - 1) start_threads(threads);
     uint64_t number = job_of(atomic_load(&pool.ticket)) + 1;
     atomic_store(&pool.threads, threads);

@@ -50,7 +50,8 @@ typedef float floats __attribute__((vector_size(BYTES)));
 #define WORK(name, sum, factor, product)                              \
     static void *name(void *none) {                                   \
         sum sums[SUMS];                                               \
-        factor x = {0}, y = {0};                                      \
+        factor x, y;                                                  \
+        memset(&x, 0, sizeof x), memset(&y, 0, sizeof y);             \
         EACH sums[i] = (sum){0};                                      \
         for (int turn = 0; turn < TURNS; turn++) {                    \
             __asm__ volatile("" : HELD(x), HELD(y));                  \
