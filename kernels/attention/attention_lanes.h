@@ -316,7 +316,8 @@ INLINE void weigh_ahead(const int multiplies, const int weighs, float *logits, c
 #pragma GCC unroll 8
             for (int k = 0; k < FEATURES_AT_ONCE; k += 2)
                 bf16_step(ROWS_OF_PANEL, VECTORS, sums, keys + i + k, width, panel + (i + k) * PANEL);
-        for (due += FEATURES_AT_ONCE * ROWS_OF_PANEL / 2; weighs && due >= width; due -= width, at += 2 * PANEL, weights += 2 * PANEL)
+        due += FEATURES_AT_ONCE * ROWS_OF_PANEL / 2;
+        for (; weighs && due >= width; due -= width, at += 2 * PANEL, weights += 2 * PANEL)
 #pragma GCC unroll 8
             for (int v = 0; v < VECTORS; v++) {
                 vec even = power_of(load_f32(at + v * LANES) * scale - references[v]);
@@ -324,8 +325,9 @@ INLINE void weigh_ahead(const int multiplies, const int weighs, float *logits, c
                 added[v] = store_weights(weights + 2 * v * LANES, even, odd, added[v]);
             }
     }
+    if (!multiplies) return;
 #pragma GCC unroll 8
-    for (int r = 0; multiplies && r < ROWS_OF_PANEL; r++)
+    for (int r = 0; r < ROWS_OF_PANEL; r++)
 #pragma GCC unroll 8
         for (int v = 0; v < VECTORS; v++) store_f32(logits + r * PANEL + v * LANES, sums[r][v]);
 }

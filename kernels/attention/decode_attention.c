@@ -1,9 +1,9 @@
 /* Decode attention of each row's newest queries over the row's own pages; see decode_attention.py for the formula.
  *
  * Keys are taken in blocks, with a running sum and a reference near the maximum (Milakov and Gimelshein, 2018), so each
- * key and value is read once. A long row is shared out among threads in spans of SPAN keys, which begin at multiples of it and are merged in
- * their order: which heads and spans are done together, and by which thread, changes nothing in a head's result. Where
- * the processor multiplies tiles of bf16, it does (decode_tiles.h).
+ * key and value is read once. A long row is shared out among threads in spans of SPAN keys, which begin at multiples of it
+ * and are merged in their order: which heads and spans are done together, and by which thread, changes nothing in a head's
+ * result. Where the processor multiplies tiles of bf16, it does (decode_tiles.h).
  */
 #include "decode_tiles.h"
 #include "native.h"
@@ -44,14 +44,13 @@ static void scale_block(float *logits, const float *scales, int64_t queries) {
             store_f32(logits + r * BLOCK + j, load_f32(logits + r * BLOCK + j) * load_f32(scales + j));
 }
 
-/* Store weights as they are multiplied with values; return them, rounded where they are pairs. */
-INLINE vec store_factors(factor *at, vec weights) {
+/* Store weights as they are multiplied with values: where these are pairs, rounded, and BLOCK behind what is rounded off. */
+INLINE void store_factors(factor *at, vec weights) {
 #if IN_PAIRS
     store_bf16(at, weights);
-    return load_bf16(at);
+    store_bf16(at + BLOCK, weights - load_bf16(at));
 #else
     store_f32(at, weights);
-    return weights;
 #endif
 }
 
@@ -69,7 +68,7 @@ static void soften(float *logits, struct logits of, const float *value_scales, i
     float scale = are_changed(of) ? 1.0f : of.scale * UNIT, top = *largest;
     int64_t padded = (count + LANES - 1) / LANES * LANES;
     if (begin >= end) {
-        memset(weights, 0, padded * sizeof *weights);
+        memset(logits, 0, BLOCK * sizeof *logits);
         return;
     }
     ivec more = {0};
@@ -88,12 +87,13 @@ static void soften(float *logits, struct logits of, const float *value_scales, i
         *total *= shrink;
         *largest = top = found;
     }
+    vec powers[BLOCK / LANES];
     for (int64_t j = 0; j < padded; j += LANES) {
-        vec weight = power_of(load_f32(logits + j) * scale - top);
-        if (value_scales) store_factors(weights + j, weight * load_f32(value_scales + j));
-        else weight = store_factors(weights + j, weight); /* what is rounded off cancels out */
-        added += weight;
+        powers[j / LANES] = power_of(load_f32(logits + j) * scale - top);
+        added += powers[j / LANES];
     }
+    for (int64_t j = 0; j < padded; j += LANES)
+        store_factors(weights + j, value_scales ? powers[j / LANES] * load_f32(value_scales + j) : powers[j / LANES]);
     *total += sum_lanes(added);
 }
 #endif
@@ -150,13 +150,15 @@ INLINE void NAME(add_weighted)(const int heads, const int vectors, float *sums, 
             value[1] = next_pairs(value[0], odd), value[0] = first_pairs(value[0], odd);
 #endif
 #pragma GCC unroll 4
-            for (int h = 0; h < heads; h++) {
-                uint32_t weight;
-                memcpy(&weight, weights + h * OF_WORD * BLOCK + j, sizeof weight);
+            for (int h = 0; h < heads; h++)
 #pragma GCC unroll 2
-                for (int n = 0; n < OF_WORD; n++)
-                    held[h][v + n] = add_factors(held[h][v + n], value[n], (uvec){0} + weight);
-            }
+                for (int part = 0; part < OF_WORD; part++) { /* of pairs, and what was rounded off them */
+                    uint32_t weight;
+                    memcpy(&weight, weights + (h * OF_WORD + part) * BLOCK + j, sizeof weight);
+#pragma GCC unroll 2
+                    for (int n = 0; n < OF_WORD; n++)
+                        held[h][v + n] = add_factors(held[h][v + n], value[n], (uvec){0} + weight);
+                }
         }
     }
 #pragma GCC unroll 4

@@ -143,8 +143,8 @@ static int64_t cut_chunks(int64_t threads, int64_t least) {
     return threads * pool.chunks;
 }
 
-/* Run `run(job, begin, end)` over 0..items, and wait for all; `least` items are worth a thread. While another thread's job is
- * shared, this thread runs its own without help. */
+/* Run `run(job, begin, end)` over 0..items, and wait for all; `least` items are worth a thread. While another thread's job
+ * is shared, this thread runs its own without help. */
 void parallel(int64_t threads, body run, const void *job, int64_t items, int64_t least) {
     if (threads < 2 || items <= least || atomic_flag_test_and_set(&pool.busy)) {
         run(job, 0, items);

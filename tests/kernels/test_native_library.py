@@ -1,5 +1,6 @@
 """How compiled kernels are made, kept and loaded: by one process, privately, and never without a word if not at all."""
 
+import ctypes
 import json
 import os
 import platform
@@ -23,7 +24,7 @@ from graphdecode.kernels.native import compiler as compiling
 from graphdecode.kernels.native import library as native
 from graphdecode.kernels.native import system
 from graphdecode.kernels.native.compiler import PORTABLE_FLAGS, Compiler, NotCompiled
-from graphdecode.kernels.native.instructions import VARIABLE, instructions, sets_of_arm
+from graphdecode.kernels.native.instructions import VARIABLE, instructions, sets_of_arm, sets_of_x86
 from graphdecode.kernels.native.library import ELEMENTS, include_flags, source_text
 from graphdecode.kernels.native.private_folder import PrivateFolder
 from graphdecode.kernels.native.registration import versions
@@ -174,6 +175,44 @@ def test_on_a_processor_with_shorter_vectors_the_answers_are_the_same():
 def test_clang_compiles_the_kernels_too(tmp_path, level):
     clang = script(tmp_path / "clang", f'exec clang "$@" {level}')
     assert run(ANSWER, GRAPHDECODE_CACHE_DIR=str(tmp_path), CC=clang)[0] == ["None", *ANSWERS]
+
+
+@pytest.mark.skipif(not system.is_x86(), reason="needs a compiler for x86-64")
+def test_with_matrix_tiles_the_kernels_compile_without_warnings(tmp_path):
+    extensions = (
+        "bmi1 avx avx2 fma f16c bmi2 avx512f avx512bw avx512cd avx512dq avx512vl avx512_bf16 avx512_vnni avx512vbmi"
+    )
+    flags = sets_of_x86({*extensions.split(), "amx_tile", "amx_bf16"})["amx"].flags
+    compiler = Compiler(["cc", *flags, "-Wall", "-Werror", "-Wno-unused-function", *PORTABLE_FLAGS, "-O0"], "", "")
+    compiler.compile({tmp_path / "kernels.so": source_text(ELEMENTS[torch.bfloat16])}, include_flags())
+
+
+SHARING = """
+#include "native_threads.h"
+static _Atomic int done[600];
+static void count(const void *unused, int64_t begin, int64_t end) {
+    (void)unused;
+    for (int64_t i = begin; i < end; i++) atomic_fetch_add(&done[i], 1);
+}
+/* Return the first of `items` that is not done exactly once, or -1. */
+int64_t wrong_item(int64_t threads, int64_t items, int64_t least) {
+    for (int64_t i = 0; i < 600; i++) done[i] = 0;
+    parallel(threads, count, 0, items, least);
+    for (int64_t i = 0; i < 600; i++)
+        if (done[i] != (i < items)) return i;
+    return -1;
+}
+"""
+
+
+def test_threads_do_each_item_once_for_any_number_of_items(tmp_path):
+    Compiler.found().compile({tmp_path / "sharing.so": SHARING}, include_flags())
+    wrong_item = ctypes.CDLL(str(tmp_path / "sharing.so")).wrong_item
+    wrong_item.argtypes, wrong_item.restype = [ctypes.c_int64] * 3, ctypes.c_int64
+    for threads in (1, 2, 3, 7, 16):
+        for items in (*range(40), 255, 256, 599):
+            for least in (1, 2, 8, 600):
+                assert wrong_item(threads, items, least) == -1, (threads, items, least)
 
 
 @pytest.mark.skipif(shutil.which("aarch64-linux-gnu-gcc") is None, reason="needs a cross compiler for aarch64")
