@@ -64,7 +64,7 @@ def test_the_gate_is_the_formula(activation, dtype, generator):
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize(("rows", "in_features"), [(1, 96), (8, 96), (9, 96), (35, 97)])
 def test_a_gated_product_has_the_bits_of_its_parts(rows, in_features, activation, dtype, generator):
-    weight = (torch.randn(2 * 160, in_features, generator=generator) / 4).to(dtype)
+    weight = (torch.randn(2 * 160, in_features, generator=generator) / 16).to(dtype)
     x, bias = (torch.randn(size, generator=generator).to(dtype) for size in ((rows, in_features), (2 * 160,)))
     out, expected = (torch.full((rows, 160), torch.nan, dtype=dtype) for _ in range(2))
     gate_up = torch.empty(rows, 2 * 160)
