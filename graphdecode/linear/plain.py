@@ -28,7 +28,7 @@ from graphdecode.kernels.linear.linear import (
 from graphdecode.kernels.linear.small_linear import SmallLinearConfig, fixed_config, small_linear
 from graphdecode.kernels.native.optional_triton import has_early_start
 from graphdecode.linear.linear_choice import LinearChoice
-from graphdecode.linear.weight_form import FormOptions, FusedProduct, WeightForm
+from graphdecode.linear.weight_form import FormOptions, FusedProduct, GatedProduct, WeightForm
 
 
 @dataclass(frozen=True)
@@ -98,11 +98,10 @@ class Panels(WeightForm):
         native_linear(out, x, self.panels, None, self.bias)
 
     @property
-    def can_gate(self) -> bool:
-        return can_gate(self.panels, self.out_features)
-
-    def apply_gated(self, out: Tensor, x: Tensor, activation: str) -> None:
-        gated_linear(out, x, self.panels, activation, self.bias)
+    def gated(self) -> GatedProduct | None:
+        if not can_gate(self.panels, self.out_features):
+            return None
+        return lambda out, x, activation: gated_linear(out, x, self.panels, activation, self.bias)
 
 
 @dataclass(frozen=True)

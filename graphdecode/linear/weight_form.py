@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass, field, fields
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -94,6 +94,10 @@ class FusedProduct(NamedTuple):
     def added(self, residual: Tensor, x: Tensor, scale: float) -> None:
         """Add `scale` times the product for `x` to `residual` [rows, out_features]."""
         self.write(residual, x, epilogue="add", scale=scale)
+
+
+# takes out [rows, out_features / 2], x and an activation of `act_mul`; writes `activation(gate) * up` of the product
+GatedProduct: TypeAlias = Callable[[Tensor, Tensor, str], None]
 
 
 class RowTable(NamedTuple):
@@ -210,13 +214,9 @@ class WeightForm(StoredForm):
         """
 
     @property
-    def can_gate(self) -> bool:
-        """Whether there is `apply_gated`."""
-        return False
-
-    def apply_gated(self, out: Tensor, x: Tensor, activation: str) -> None:
-        """Write `activation(gate) * up` of the product into `out` [rows, out_features / 2]; see `act_mul`."""
-        raise NotImplementedError
+    def gated(self) -> GatedProduct | None:
+        """The product that includes its gate; None if there is none."""
+        return None
 
     def fused(self, rows: int) -> FusedProduct | None:
         """Return a product for this many rows that fuses norm or epilogue; None if there is none."""

@@ -304,8 +304,9 @@ class ResidualStream:
     def project_gated(self, linear: WeightForm, activation: str) -> Tensor:
         """Return `activation(gate) * up` of the product for `hidden`, [t, out_features / 2]."""
         fused, norm, activated = self._fused(linear), self._norm, self.buffer(linear.out_features // 2)
-        if linear.can_gate:
-            linear.apply_gated(activated, self.hidden, activation)
+        gated = linear.gated
+        if gated is not None:
+            gated(activated, self.hidden, activation)
         elif fused is None:
             gate_up = self.buffer_for(linear)
             self.project(linear, gate_up)

@@ -217,15 +217,15 @@ INLINE void load_weights(const factor *at, vec *even, vec *odd) {
 #endif
 }
 
-/* Store them; return the sums of what is stored, added to `sums`. */
-INLINE vec store_weights(factor *at, vec even, vec odd, vec sums) {
+/* Store them; return the sums of what is stored. */
+INLINE vec store_weights(factor *at, vec even, vec odd) {
 #if IN_PAIRS
     uvec both = ((uvec)even + 0x8000) >> 16 | (((uvec)odd + 0x8000) & 0xffff0000);
     store_words(at, both);
-    return sums + ((vec)(both << 16) + (vec)(both & 0xffff0000));
+    return (vec)(both << 16) + (vec)(both & 0xffff0000);
 #else
     store_f32(at, even), store_f32(at + QUERY_LANES, odd);
-    return sums + (even + odd);
+    return even + odd;
 #endif
 }
 
@@ -236,7 +236,7 @@ static void refer_to(vec reference, factor *weights, int64_t keys, float *sums, 
     for (int64_t i = 0; i < width; i++) store_f32(sums + i * QUERY_LANES, load_f32(sums + i * QUERY_LANES) * shrink);
     for (int64_t k = 0; k < keys; k += 2) {
         load_weights(weights + k * QUERY_LANES, &even, &odd);
-        store_weights(weights + k * QUERY_LANES, even * shrink, odd * shrink, shrink);
+        store_weights(weights + k * QUERY_LANES, even * shrink, odd * shrink);
     }
     store_f32(largest, reference);
     *total *= shrink;
@@ -251,10 +251,10 @@ INLINE vec weigh_rows(factor *weights, const float *logits, const float *value_s
         vec odd = power_of(load_f32(logits + (n + 1) * QUERY_LANES) * scale - reference);
         factor *at = weights + n * QUERY_LANES;
         if (!value_scales) {
-            sum = store_weights(at, even, odd, sum); /* what is rounded off cancels out */
+            sum += store_weights(at, even, odd); /* what is rounded off cancels out */
         } else {
             sum += even + odd;
-            store_weights(at, even * value_scales[n], odd * value_scales[n + 1], sum);
+            store_weights(at, even * value_scales[n], odd * value_scales[n + 1]);
         }
     }
     return sum;
@@ -322,7 +322,7 @@ INLINE void weigh_ahead(const int multiplies, const int weighs, float *logits, c
             for (int v = 0; v < VECTORS; v++) {
                 vec even = power_of(load_f32(at + v * LANES) * scale - references[v]);
                 vec odd = power_of(load_f32(at + PANEL + v * LANES) * scale - references[v]);
-                added[v] = store_weights(weights + 2 * v * LANES, even, odd, added[v]);
+                added[v] += store_weights(weights + 2 * v * LANES, even, odd);
             }
     }
     if (!multiplies) return;

@@ -101,7 +101,7 @@ static void NAME(extend_tasks)(const void *job, int64_t begin, int64_t end) {
             here = (NAME(tokens_of)(a, row) + together - 1) / together * kv_heads;
             if (task < before + here) break;
         }
-        int64_t part = here / kv_heads - 1 - (task - before) / kv_heads; /* the last see the most: they come first in a share */
+        int64_t part = here / kv_heads - 1 - (task - before) / kv_heads; /* the last see the most: first in a share */
         int64_t first = part * together, tokens = NAME(tokens_of)(a, row), head = (task - before) % kv_heads;
         if (NAME(are_few)(a, tokens)) NAME(extend_few)(a, row, tokens, head);
         else NAME(extend)(a, row, first, least_of(first + together, tokens), head);
