@@ -1,5 +1,6 @@
 """The command line: where its output goes, and what it says and returns when something is wrong."""
 
+import contextlib
 import json
 import os
 import re
@@ -15,6 +16,7 @@ from command_line import ROOT, run_command, spawn_command
 from command_line import run_command as run
 
 from graphdecode import LLM, ArgumentError, BucketConfig, EngineConfig, SamplingParams
+from graphdecode.cli import main
 from graphdecode.cli.checkpoint import fitted
 from graphdecode.kernels.native.instructions import instructions
 from graphdecode.models import resolve_model_path
@@ -198,6 +200,20 @@ def test_ctrl_c_ends_with_130_no_traceback_and_a_record_of_what_ran(tmp_path: Pa
     assert status == 130, errors
     assert "Traceback" not in errors
     assert json.loads((tmp_path / "b.json").read_text())["batch_sizes"]
+
+
+def test_an_error_that_a_library_made_of_ctrl_c_ends_with_130(monkeypatch: pytest.MonkeyPatch) -> None:
+    def drops_it(*_arguments: object, **_options: object) -> None:
+        with contextlib.suppress(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        raise ImportError
+
+    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    monkeypatch.setitem(main.__globals__, "app", drops_it)
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 130
+    assert handlers == [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
 
 
 def test_buckets_shows_ladder_padding_and_memory(tmp_path: Path) -> None:

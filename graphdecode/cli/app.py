@@ -10,6 +10,7 @@ import platform
 import re
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from functools import partial
@@ -36,6 +37,7 @@ from graphdecode.extensions import version_of
 _PACKAGES = ("torch", "triton", "cuda-bindings", "numpy", "safetensors", "transformers", "tokenizers")
 _SIGNALLED = 128  # plus the signal's number, as in shells
 _BROKEN_PIPE = 1  # as Python's own
+_INTERRUPTED_SECONDS = 5.0  # an error this soon after Ctrl-C comes of it
 _DIGITS = re.compile("[0-9]{1,9}")
 _REPORT = (
     "this is a bug in graphdecode: please report it with the command, the lines above and what "
@@ -179,6 +181,23 @@ def _end(number: int, _frame: FrameType | None) -> None:
     sys.exit(_SIGNALLED + number)
 
 
+class _Interrupts:
+    """Raises `KeyboardInterrupt` on Ctrl-C and notes the time, as libraries make other errors of it, or none.
+
+    While torch is imported, its own import of numpy drops the interrupt, and every later one fails.
+    """
+
+    def __init__(self) -> None:
+        self._last = float("-inf")
+
+    def __call__(self, _number: int, _frame: FrameType | None) -> None:
+        self._last = time.monotonic()
+        raise KeyboardInterrupt
+
+    def are_recent(self) -> bool:
+        return time.monotonic() - self._last < _INTERRUPTED_SECONDS
+
+
 def _with_flag(message: str) -> str:
     """Replace the setting's name at the beginning of an error by the option, if that was given."""
     name, _, rest = message.partition(" ")
@@ -197,7 +216,11 @@ def main() -> None:
     An error of the user (a wrong option, file or disk) is one line and exit code 2; a traceback with `--debug`. Any
     other error is a bug: a traceback, how to report it, and exit code 1.
     """
-    before = signal.signal(signal.SIGTERM, _end)
+    interrupts = _Interrupts()
+    handlers: dict[int, Any] = {signal.SIGTERM: _end}
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else it is ignored, as behind `nohup`
+        handlers[signal.SIGINT] = interrupts
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
         _reopen_standard_streams()
         arguments = [argument for argument in sys.argv[1:] if argument != "--debug"]
@@ -211,6 +234,8 @@ def main() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(_BROKEN_PIPE)
     except Exception as error:
+        if interrupts.are_recent():
+            sys.exit(_SIGNALLED + signal.SIGINT)
         is_usage = hasattr(error, "format_message")  # typer's error class is private
         if not (is_usage or isinstance(error, (GraphdecodeError, OSError))):
             traceback.print_exc()
@@ -225,4 +250,5 @@ def main() -> None:
             print_error(_with_flag(" ".join(message.split())))
         sys.exit(2)
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)

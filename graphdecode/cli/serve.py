@@ -5,12 +5,13 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
     from graphdecode.child import ConnectedChild
     from graphdecode.server.batch import BatchInput, BatchOutput
     from graphdecode.server.service import Service
+
+_Result = TypeVar("_Result")
 
 _NEEDED = {"serve": ("pydantic", "starlette", "uvicorn", "prometheus_client"), "ray": ("ray", "aiohttp")}
 _SERVER_OPTIONS = (
@@ -147,7 +150,6 @@ def _run(
     replicas: ReplicaConfig,
     engine: ConnectedChild | None,
 ) -> None:
-    import asyncio
     import logging
 
     from graphdecode.server.app import make_app
@@ -164,7 +166,7 @@ def _run(
                 server_config = replace(server_config, port=free.getsockname()[1])
         service = make_service()
         ready = partial(_print_ready, service, f"http://{server_config.host}:{server_config.port}")
-        asyncio.run(Cluster(make_service, settings, server_config, replicas, "proxy").run(ready))
+        _run_loop(Cluster(make_service, settings, server_config, replicas, "proxy").run(ready))
         return
     bound = bind(server_config.host, server_config.port)
     service = make_service()
@@ -174,9 +176,18 @@ def _run(
         from graphdecode.server.replicas.cluster import Cluster
 
         cluster = Cluster(make_service, settings, server_config, replicas, "direct")
-        asyncio.run(run(cluster, cluster.app, bound, ready))
+        _run_loop(run(cluster, cluster.app, bound, ready))
     else:
-        asyncio.run(run(service, lambda: make_app(service), bound, ready))
+        _run_loop(run(service, lambda: make_app(service), bound, ready))
+
+
+def _run_loop(main: Coroutine[Any, Any, _Result]) -> _Result:
+    """Run a coroutine, which Ctrl-C cancels: asyncio arranges that where Python's own handler is in place."""
+    import asyncio
+
+    if callable(signal.getsignal(signal.SIGINT)):
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    return asyncio.run(main)
 
 
 def _print_ready(service: Service, address: str) -> None:
@@ -244,7 +255,6 @@ def _run_all(
     requests: BatchInput,
     output: BatchOutput,
 ) -> None:
-    import asyncio
     import logging
 
     from tqdm import tqdm
@@ -264,7 +274,7 @@ def _run_all(
     began = time.perf_counter()
     total, before = len(requests.custom_ids), len(output.answered)
     with tqdm(total=total, initial=before, desc="requests", unit="request", leave=False, disable=None) as bar:
-        used = asyncio.run(run(requests=requests, output=output, on_response=bar.update))  # Ctrl-C cancels it
+        used = _run_loop(run(requests=requests, output=output, on_response=bar.update))
     seconds = time.perf_counter() - began
     print_message(
         f"{total - before} of {total} requests in {seconds:.1f} s with loading: "
