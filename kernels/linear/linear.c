@@ -11,6 +11,10 @@
 #define INT8_STEP 4 /* input features in one 32-bit word: [panel][in / 4][PANEL][4] */
 #define LARGE_RESULT 1048576 /* bytes: about half of an L2 cache */
 #define AHEAD(rows) ((rows) < 2 ? 4096 : 6144) /* bytes of prefetch distance; more delay the lines that are due */
+#define BLOCK_IN 256 /* input features of a panel, which as floats stay in the L1 cache while rows are read */
+#define BLOCKS_FROM (LANES == 16 ? 192 : 64) /* rows from which writing floats costs less than it saves */
+#define FLOAT_ROWS (LANES == 16 ? 8 : 6) /* rows whose sums, with FLOAT_VECTORS each, stay in registers */
+#define FLOAT_VECTORS 2
 #define TILES_AHEAD 3072 /* the same for tiles: multiples of a tile's bytes are slower */
 #include "linear/split_tiles.h"
 
@@ -19,6 +23,7 @@ struct product {
     const void *x; /* the rows in the kernel's layout */
     int64_t stride; /* of these; of rows that are split in two parts, [rows][2][stride], that of a part */
     int64_t activation; /* of a gated product */
+    int64_t together; /* rows that share what was read of a panel */
 };
 
 /* The output of a product: rows of floats or elements. */
@@ -29,6 +34,11 @@ struct results {
     const void *scales, *bias; /* per output feature, elements; or null */
 };
 
+/* A byte of each word, `byte` a constant where this is used. */
+INLINE vec float_of_byte(ivec words, const int byte) {
+    return __builtin_convertvector((words << (24 - 8 * byte)) >> 24, vec);
+}
+
 /* sums += the products of `count` rows' values with the weights of INT8_STEP input features; `count` is a constant. */
 INLINE void int8_step(const int count, panel_sums *sums, const float *x, int64_t stride, const int8_t *at) {
     ivec words[VECTORS];
@@ -38,8 +48,7 @@ INLINE void int8_step(const int count, panel_sums *sums, const float *x, int64_t
     for (int byte = 0; byte < INT8_STEP; byte++) {
         vec weights[VECTORS];
 #pragma GCC unroll 8
-        for (int v = 0; v < VECTORS; v++)
-            weights[v] = __builtin_convertvector((words[v] << (24 - 8 * byte)) >> 24, vec);
+        for (int v = 0; v < VECTORS; v++) weights[v] = float_of_byte(words[v], byte);
 #pragma GCC unroll 8
         for (int r = 0; r < count; r++)
 #pragma GCC unroll 8
@@ -52,12 +61,9 @@ INLINE void int8_step(const int count, panel_sums *sums, const float *x, int64_t
 #else
 #define STEP 1 /* [panel][in][PANEL] */
 #endif
-
-#if defined(ELEMENT_BF16) && defined(WITH_PAIRS)
-typedef uint16_t input; /* a row's values, for products */
-#define panel_step(count, ...) bf16_step(count, VECTORS, __VA_ARGS__)
-#else
-typedef float input;
+#if defined(ELEMENT_F16) || (defined(ELEMENT_BF16) && !defined(WITH_PAIRS))
+#define WITH_BLOCKS /* weights that are no floats, and are multiplied as such */
+#endif
 
 /* A vector of the weights of STEP input features each. */
 INLINE void vector_of_weights(vec *weights, const element *at) {
@@ -69,6 +75,12 @@ INLINE void vector_of_weights(vec *weights, const element *at) {
     weights[0] = load(at);
 #endif
 }
+
+#if defined(ELEMENT_BF16) && defined(WITH_PAIRS)
+typedef uint16_t input; /* a row's values, for products */
+#define panel_step(count, ...) bf16_step(count, VECTORS, __VA_ARGS__)
+#else
+typedef float input;
 
 /* sums += the products of `count` rows' values with the weights of STEP input features; `count` is a constant. */
 INLINE void panel_step(const int count, panel_sums *sums, const float *x, int64_t stride, const element *at) {
@@ -102,10 +114,11 @@ INLINE void panel_step(const int count, panel_sums *sums, const float *x, int64_
 }
 #endif
 
-static void widen_row(float *to, const element *from, int64_t count) {
+/* Write a row as floats, padded with zeros. */
+static void widen_row(float *to, const element *from, int64_t count, int64_t padded) {
     int64_t i = 0;
     for (; i + LANES <= count; i += LANES) store_f32(to + i, load(from + i));
-    for (; i < count; i++) to[i] = widen(from[i]);
+    for (; i < padded; i++) to[i] = i < count ? widen(from[i]) : 0.0f;
 }
 
 /* Return the rows in the type that products take, each padded with zeros to a multiple of `multiple` features: in the
@@ -114,10 +127,7 @@ static const float *widened(const element *x, int64_t *stride, int64_t rows, int
     int64_t padded = (in + multiple - 1) / multiple * multiple;
     if (sizeof(element) == sizeof(float) && padded == in) return (const float *)x;
     float *wide = scratch(rows * padded);
-    for (int64_t row = 0; row < rows; row++) {
-        widen_row(wide + row * padded, x + row * *stride, in);
-        for (int64_t i = in; i < padded; i++) wide[row * padded + i] = 0.0f;
-    }
+    for (int64_t row = 0; row < rows; row++) widen_row(wide + row * padded, x + row * *stride, in, padded);
     *stride = padded;
     return wide;
 }
@@ -254,6 +264,91 @@ static void int8_panels(const void *job, int64_t begin, int64_t end) { rows_of_p
 
 static void gated_panels(const void *job, int64_t begin, int64_t end) { rows_of_panels(0, 2, job, begin, end); }
 
+/* Add the products of some features to sums[row][column]; `rows` is a constant at each use. */
+INLINE void float_rows(const int rows, float *sums, const float *x, int64_t stride, const float *weights,
+                       int64_t features) {
+    const int vectors = rows <= (LANES == 8 ? 2 : 1) ? VECTORS : FLOAT_VECTORS;
+    for (int v = 0; v < PANEL; v += vectors * LANES)
+        add_lanes(rows, vectors, AS_THEY_ARE, sums + v, 0, x, stride, 1, weights + v, features, PANEL);
+}
+
+static void float_products(float *sums, const float *x, int64_t stride, const float *weights, int64_t features,
+                           int64_t rows) {
+    for (int64_t here; rows > 0; rows -= here, sums += here * PANEL, x += here * stride) {
+        here = part_of(rows, FLOAT_ROWS);
+        FOR_COUNT(float_rows, here, sums, x, stride, weights, features)
+    }
+}
+
+/* Write the weights of some input features as floats: [feature][PANEL]. */
+INLINE void widen_block(const int is_int8, float *to, const char *from, int64_t features) {
+    const int step = is_int8 ? INT8_STEP : STEP, vector_bytes = step * LANES * (is_int8 ? 1 : sizeof(element));
+    for (int64_t i = 0; i < features; i += step)
+#pragma GCC unroll 8
+        for (int v = 0; v < VECTORS; v++, from += vector_bytes) {
+            vec weights[INT8_STEP];
+            if (!is_int8) vector_of_weights(weights, (const element *)from);
+#pragma GCC unroll 4
+            for (int n = 0; n < step; n++) {
+                if (is_int8) weights[n] = float_of_byte((ivec)load_words(from), n);
+                store_f32(to + (i + n) * PANEL + v * LANES, weights[n]);
+            }
+        }
+}
+
+/* Items are parts of the rows, each with all panels, or with the pairs of a gate's. A block of a panel is written as floats
+ * and multiplied with all rows before the next. */
+INLINE void blocks_of_panels(const int is_int8, const int halves, const struct product *job, int64_t begin, int64_t end) {
+    const native_linear_args *a = job->a;
+    struct results to = RESULTS(a);
+    const int64_t step = is_int8 ? INT8_STEP : STEP, of_feature = PANEL * (is_int8 ? 1 : sizeof(element));
+    int64_t rows = a->x.size[0], in = (a->x.size[1] + step - 1) / step * step, panels = a->panels.size[0] / halves;
+    int64_t sums_of_half = job->together * PANEL;
+    float *sums = lasting(halves * sums_of_half + BLOCK_IN * PANEL), *block = sums + halves * sums_of_half;
+    if (halves == 2) to.bias = 0;
+    for (int64_t item = begin; item < end; item++) {
+        int64_t first = item / panels * job->together, panel = item % panels, here = least_of(job->together, rows - first);
+        memset(sums, 0, halves * sums_of_half * sizeof *sums);
+        for (int half = 0; half < halves; half++)
+            for (int64_t i = 0; i < in; i += BLOCK_IN) {
+                const char *at = (const char *)a->panels.data + ((half * panels + panel) * in + i) * of_feature;
+                int64_t features = least_of(BLOCK_IN, in - i);
+                widen_block(is_int8, block, at, features);
+                float_products(sums + half * sums_of_half, (const float *)job->x + first * job->stride + i, job->stride, block,
+                               features, here);
+            }
+        if (halves == 2) gate_rows(job, (panel_sums *)sums, (const panel_sums *)(sums + sums_of_half), here, panel);
+        write_sums(&to, sums, first, here, panel);
+    }
+}
+
+static void int8_blocks(const void *job, int64_t begin, int64_t end) { blocks_of_panels(1, 1, job, begin, end); }
+#ifdef WITH_BLOCKS
+
+static void linear_blocks(const void *job, int64_t begin, int64_t end) { blocks_of_panels(0, 1, job, begin, end); }
+
+static void gated_blocks(const void *job, int64_t begin, int64_t end) { blocks_of_panels(0, 2, job, begin, end); }
+#endif
+
+static void widen_rows(const void *given, int64_t begin, int64_t end) {
+    const struct product *job = given;
+    const native_linear_args *a = job->a;
+    for (int64_t row = begin; row < end; row++)
+        widen_row((float *)job->x + row * job->stride, (const element *)a->x.data + row * a->x.stride[0], a->x.size[1],
+                  job->stride);
+}
+
+/* Multiply rows as floats with panels in blocks. */
+static void by_blocks(body run, struct product *job, int64_t panels, int64_t threads) {
+    int64_t rows = job->a->x.size[0], in = job->a->x.size[1];
+    job->stride = (in + LANES - 1) / LANES * LANES + LANES; /* so that rows share no places in the L1 cache */
+    job->x = scratch(rows * job->stride);
+    int64_t parts = items_of(rows * in * sizeof(float), TILED_BYTES);
+    job->together = ((rows + parts - 1) / parts + FLOAT_ROWS - 1) / FLOAT_ROWS * FLOAT_ROWS;
+    parallel(threads, widen_rows, job, rows, items_of(PARALLEL_WORK, in));
+    parallel(threads, run, job, parts * panels, items_of(SHARED_WORK, least_of(rows, job->together) * in * PANEL));
+}
+
 #if defined(ELEMENT_BF16) && defined(WITH_TILES)
 /* Write some rows' sums with a whole panel, a line at a time. A large result bypasses the caches: it is evicted before it is
  * read, and loading each line first takes longer than its products. */
@@ -381,7 +476,10 @@ static void split_many(const void *given, int64_t begin, int64_t end) {
 KERNEL(native_linear) {
     int64_t rows = a->x.size[0], in = a->x.size[1], least = items_of(SHARED_WORK, rows * in * PANEL);
     struct product job = {.a = a, .stride = a->x.stride[0]};
-    if (a->scales.data) {
+    int is_many = rows >= BLOCKS_FROM;
+    if (a->scales.data && is_many) {
+        by_blocks(int8_blocks, &job, a->panels.size[0], threads);
+    } else if (a->scales.data) {
         job.x = widened(a->x.data, &job.stride, rows, in, INT8_STEP);
         parallel(threads, int8_panels, &job, a->panels.size[0], least);
 #if defined(ELEMENT_BF16) && defined(WITH_TILES)
@@ -396,6 +494,10 @@ KERNEL(native_linear) {
         parallel(threads, split_rows, &job, rows, items_of(PARALLEL_WORK, in));
         parallel(threads, rows > TILE_ROWS ? split_many : split_few, &job, a->panels.size[0], least);
 #endif
+#ifdef WITH_BLOCKS
+    } else if (is_many) {
+        by_blocks(linear_blocks, &job, a->panels.size[0], threads);
+#endif
     } else {
         job.x = prepared(a->x.data, &job.stride, rows, in);
         parallel(threads, linear_panels, &job, a->panels.size[0], least);
@@ -407,6 +509,12 @@ KERNEL(gated_linear) {
     native_linear_args both = {0};
     HAND_OVER(both.out, a->out), HAND_OVER(both.x, a->x), HAND_OVER(both.panels, a->panels), HAND_OVER(both.bias, a->bias);
     struct product job = {.a = &both, .stride = a->x.stride[0], .activation = a->activation};
+#ifdef WITH_BLOCKS
+    if (rows >= BLOCKS_FROM) {
+        by_blocks(gated_blocks, &job, a->panels.size[0] / 2, threads);
+        return;
+    }
+#endif
     job.x = prepared(a->x.data, &job.stride, rows, in);
     parallel(threads, gated_panels, &job, a->panels.size[0] / 2, items_of(SHARED_WORK, 2 * rows * in * PANEL));
 }

@@ -11,24 +11,6 @@
 #include "native_blocks.h"
 
 #define ROWS_MULTIPLIED 32 /* at a time */
-#define FLOAT_ROWS (LANES == 16 ? 8 : 6) /* rows whose sums, with FLOAT_VECTORS each, stay in registers */
-#define FLOAT_VECTORS 2
-
-/* Add the products of some features to sums[row][column]; `rows` is a constant at each use. */
-INLINE void float_rows(const int rows, float *sums, const float *x, int64_t stride, const float *weights,
-                       int64_t features) {
-    const int vectors = rows <= (LANES == 8 ? 2 : 1) ? VECTORS : FLOAT_VECTORS;
-    for (int v = 0; v < PANEL; v += vectors * LANES)
-        add_lanes(rows, vectors, AS_THEY_ARE, sums + v, 0, x, stride, 1, weights + v, features, PANEL);
-}
-
-static void float_products(float *sums, const float *x, int64_t stride, const float *weights, int64_t features,
-                           int64_t rows) {
-    for (int64_t here; rows > 0; rows -= here, sums += here * PANEL, x += here * stride) {
-        here = part_of(rows, FLOAT_ROWS);
-        FOR_COUNT(float_rows, here, sums, x, stride, weights, features)
-    }
-}
 
 /* What has all bits of an element, a multiple of a span's unit from so many on; a float has more bits. */
 #if defined(ELEMENT_F16)
@@ -256,7 +238,7 @@ KERNEL(quantized_linear) {
 #endif
     if (sizeof(input) != sizeof(element)) {
         for (int64_t row = 0; row < rows; row++)
-            widen_row(at + row * in, (const element *)a->x.data + row * a->x.stride[0], in);
+            widen_row(at + row * in, (const element *)a->x.data + row * a->x.stride[0], in, in);
         job.x = (const input *)at, job.stride = in;
     }
     parallel(threads, quantized_rows, &job, panels, least);

@@ -63,7 +63,7 @@ static const input *gathered(const expert_linear_args *a, const int32_t *pairs, 
         const element *row = x + pairs[r] / a->slots * a->x.stride[0];
         input *out = rows + r * padded;
         if (sizeof(input) == sizeof(element)) memcpy(out, row, in * sizeof *out);
-        else widen_row((float *)out, row, in);
+        else widen_row((float *)out, row, in, in);
         for (int64_t i = in; i < padded; i++) out[i] = 0;
     }
     *stride = padded;
@@ -234,7 +234,7 @@ static struct pair_rows rows_of_pairs(const struct few_bit_experts *job, int64_t
         if (found.in_digits) found.in_digits = row_in_integers(&found.digits, r, row, job->weight, count);
 #endif
         if (sizeof(input) == sizeof(element)) memcpy(rows + r * in, row, in * sizeof *row);
-        else widen_row((float *)rows + r * in, row, in);
+        else widen_row((float *)rows + r * in, row, in, in);
     }
     if (found.in_digits) return found;
 #if defined(ELEMENT_BF16) && defined(WITH_TILES)

@@ -6,7 +6,7 @@ from compiled_kernels import compiled
 from sampling_rows import neutral_slots, random_rows, set_row
 
 from graphdecode.kernels.attention.attention_plan import PlanSizes
-from graphdecode.kernels.linear.linear import native_linear, quantize_int8, to_panels
+from graphdecode.kernels.linear.linear import can_gate, native_linear, quantize_int8, to_panels
 from graphdecode.kernels.model.act_mul import ACTIVATIONS
 from graphdecode.kernels.native.library import NativeCall, NativeSequence, joined
 from graphdecode.kernels.native.registration import versions
@@ -62,7 +62,7 @@ def test_the_gate_is_the_formula(activation, dtype, generator):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize(("rows", "in_features"), [(1, 96), (8, 96), (9, 96), (35, 97)])
+@pytest.mark.parametrize(("rows", "in_features"), [(1, 96), (8, 96), (9, 96), (35, 97), (203, 261)])
 def test_a_gated_product_has_the_bits_of_its_parts(rows, in_features, activation, dtype, generator):
     weight = (torch.randn(2 * 160, in_features, generator=generator) / 16).to(dtype)
     x, bias = (torch.randn(size, generator=generator).to(dtype) for size in ((rows, in_features), (2 * 160,)))
@@ -72,7 +72,9 @@ def test_a_gated_product_has_the_bits_of_its_parts(rows, in_features, activation
         native_linear(gate_up, x, to_panels(weight), None, given)
         native_act_mul(expected, gate_up, activation)()
         versions("gated_linear").native(out, x, to_panels(weight), activation, given)()
-        assert torch.equal(out, expected)
+        if can_gate(to_panels(weight), 2 * 160):  # else nothing uses it, and other sums have other orders
+            assert torch.equal(out, expected)
+        close(out, expected, dtype)
         versions("gated_linear").torch(out, x, to_panels(weight), activation, given)
         close(out, expected, dtype)
 
@@ -103,14 +105,15 @@ def test_the_product_is_the_formula_for_any_number_of_rows(
     [(601, 2048, 96), (1100, 1056, 70), (1043, 32, 4128)],  # parts of rows share panels; a large result is streamed
 )
 @pytest.mark.parametrize("with_bias", [False, True])
-def test_a_prompts_rows_are_what_they_are_alone(rows, in_features, out_features, with_bias, generator):
-    weight = (torch.randn(out_features, in_features, generator=generator) / in_features**0.5).bfloat16()
-    bias = torch.randn(out_features, generator=generator).bfloat16() if with_bias else None
-    x, panels = torch.randn(rows, in_features, generator=generator).bfloat16(), to_panels(weight)
-    whole = torch.full((rows, out_features), torch.nan, dtype=torch.bfloat16)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_prompts_rows_are_what_they_are_alone(rows, in_features, out_features, dtype, with_bias, generator):
+    weight = (torch.randn(out_features, in_features, generator=generator) / in_features**0.5).to(dtype)
+    bias = torch.randn(out_features, generator=generator).to(dtype) if with_bias else None
+    x, panels = torch.randn(rows, in_features, generator=generator).to(dtype), to_panels(weight)
+    whole = torch.full((rows, out_features), torch.nan, dtype=dtype)
     native_linear(whole, x, panels, None, bias)
     expected = x.float() @ weight.float().T + (0.0 if bias is None else bias.float())
-    torch.testing.assert_close(whole.float(), expected, rtol=TOLERANCE[torch.bfloat16], atol=2**-7)
+    torch.testing.assert_close(whole.float(), expected, rtol=TOLERANCE[dtype], atol=2**-7)
     for part in (slice(0, 5), slice(280, 330), slice(rows - 17, rows)):
         alone = torch.empty_like(whole[part])
         native_linear(alone, x[part], panels, None, bias)
@@ -125,8 +128,8 @@ def test_a_products_row_depends_on_nothing_but_the_row(in_features, dtype, form,
     weight = torch.randn(1000, in_features, generator=generator).to(dtype)
     quantized, scales = quantize_int8(weight) if form == "int8" else (weight, None)
     panels = to_panels(quantized)
-    x = torch.randn(70, in_features, generator=generator).to(dtype)
-    whole = torch.empty(70, 1000, dtype=dtype)
+    x = torch.randn(200, in_features, generator=generator).to(dtype)
+    whole = torch.empty(200, 1000, dtype=dtype)
     torch.set_num_threads(1)
     native_linear(whole, x, panels, scales)
     torch.set_num_threads(3)
