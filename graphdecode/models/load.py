@@ -236,17 +236,12 @@ def resolve_dtype(
 
 
 def _is_fast_on_cpu(dtype: torch.dtype, compiled: _Compiled) -> bool:
-    if dtype == torch.float16:  # fast only in compiled kernels, with an instruction that converts it
-        return bool(compiled(dtype)) and instructions().name != "portable"
-    return dtype == torch.bfloat16 and _cpu_has_bf16(compiled)
-
-
-def _cpu_has_bf16(compiled: _Compiled) -> bool:
-    """Whether the processor multiplies bf16 natively; oneDNN also counts emulation by AVX-512."""
-    has = instructions().has_bf16
-    if compiled(torch.bfloat16 if has else None):
-        return has
-    if platform.machine() in ("x86_64", "AMD64"):
+    """Whether a CPU computes in 16 bits as fast as in 32; weights take half the time to read."""
+    if compiled(dtype):
+        return instructions().name != "portable"
+    if dtype != torch.bfloat16:
+        return False
+    if platform.machine() in ("x86_64", "AMD64"):  # oneDNN also counts emulation by AVX-512
         checks = [getattr(torch.cpu, name, None) for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported")]
     else:
         checks = [getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None)]

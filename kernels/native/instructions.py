@@ -1,6 +1,6 @@
-"""The instruction set of compiled kernels: the highest that the processor has, or the one that GRAPHDECODE_ISA names.
+"""The instruction set of compiled kernels: the fastest that the processor has, or the one that GRAPHDECODE_ISA names.
 
-Naming a lower set helps to find bugs, and shows what other processors do.
+Naming another set helps to find bugs, and shows what other processors do.
 """
 
 import functools
@@ -19,12 +19,10 @@ class Instructions(NamedTuple):
     Attributes:
         name: value of GRAPHDECODE_ISA.
         flags: options of GCC and Clang that select exactly this set.
-        has_bf16: whether it multiplies bf16.
     """
 
     name: str
     flags: tuple[str, ...]
-    has_bf16: bool = False
 
 
 class MissingInstructions(ValueError):
@@ -53,7 +51,7 @@ NAMES = tuple(dict.fromkeys((*_X86, *_ARM)))
 
 @functools.cache
 def instructions() -> Instructions:
-    """Return the set named by GRAPHDECODE_ISA, else the processor's highest; constant for the process.
+    """Return the set named by GRAPHDECODE_ISA, else the processor's fastest; constant for the process.
 
     Raises:
         MissingInstructions: this processor lacks the set; the message lists what it has.
@@ -62,7 +60,7 @@ def instructions() -> Instructions:
 
 
 def chosen(name: str | None, there: Mapping[str, Instructions]) -> Instructions:
-    """Return a set by name; an empty name: the highest.
+    """Return a set by name; an empty name: the fastest.
 
     Raises:
         MissingInstructions: the set is not available.
@@ -76,16 +74,20 @@ def chosen(name: str | None, there: Mapping[str, Instructions]) -> Instructions:
 
 
 def available() -> Mapping[str, Instructions]:
-    """Return the processor's sets by name, the highest last."""
+    """Return the processor's sets by name, the fastest last."""
     if system.is_x86():
-        return sets_of_x86(system.extensions())
+        return sets_of_x86(system.extensions(), has_slow_pairs=system.is_intel())
     if system.is_arm():
         return sets_of_arm(system.extensions())
     return {"portable": Instructions("portable", ())}
 
 
-def sets_of_x86(extensions: set[str]) -> Mapping[str, Instructions]:
-    """Return the sets of an x86-64 with these extensions (Linux's names)."""
+def sets_of_x86(extensions: set[str], *, has_slow_pairs: bool = False) -> Mapping[str, Instructions]:
+    """Return the sets of an x86-64 with these extensions (Linux's names), the fastest last.
+
+    `has_slow_pairs`: it multiplies pairs of bf16 more slowly than floats, as Intel's processors do (half as fast; AMD's
+    twice as fast); so that set is not the fastest, unless there are tiles.
+    """
     found: dict[str, Instructions] = {}
     flags: list[str] = []
     for name, (below, own) in _X86.items():
@@ -96,11 +98,13 @@ def sets_of_x86(extensions: set[str]) -> Mapping[str, Instructions]:
         tuned = ["-mtune=native"] if own else []
         wide = ["-mprefer-vector-width=512"] if "avx512" in (*below, name) else []  # the width of the kernels' vectors
         flags_of_set = ("-march=x86-64", *tuned, *flags, *wide)
-        found[name] = Instructions(name, flags_of_set, has_bf16="avx512_bf16" in (*below, name))
+        found[name] = Instructions(name, flags_of_set)
+    if has_slow_pairs and list(found)[-1] == "avx512_bf16":
+        return {"avx512_bf16": found["avx512_bf16"]} | found
     return found
 
 
 def sets_of_arm(extensions: set[str]) -> Mapping[str, Instructions]:
     """Return the sets of a 64-bit Arm with these extensions (Linux's names)."""
     there = {name: flags for name, (needed, flags) in _ARM.items() if needed <= extensions}
-    return {name: Instructions(name, flags, has_bf16=name == "neon_bf16") for name, flags in there.items()}
+    return {name: Instructions(name, flags) for name, flags in there.items()}

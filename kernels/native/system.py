@@ -25,6 +25,11 @@ def is_x86() -> bool:
     return platform.machine() in ("x86_64", "AMD64")
 
 
+def is_intel() -> bool:
+    """Whether Intel made this processor."""
+    return "GenuineIntel" in (_sysctl() if IS_MACOS else _cpuinfo().split("\n\n", 1)[0])
+
+
 def is_arm() -> bool:
     """Whether this is a 64-bit Arm."""
     return platform.machine() in ("aarch64", "arm64")

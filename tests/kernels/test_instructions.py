@@ -1,5 +1,6 @@
 """Which instructions the compiled kernels use: a set by its name, never one that the processor lacks, nothing above."""
 
+import ctypes
 import os
 import platform
 import re
@@ -14,6 +15,7 @@ from command_line import run_command, spawn_command
 from compiled_kernels import compiled
 
 from graphdecode.kernels.native import library as native
+from graphdecode.kernels.native import system
 from graphdecode.kernels.native.compiler import Compiler
 from graphdecode.kernels.native.instructions import (
     VARIABLE,
@@ -63,9 +65,30 @@ def test_a_processor_has_the_sets_whose_extensions_it_has(processor: str) -> Non
     found = sets_of_x86(extensions)
     assert list(found) == names
     assert chosen(None, found).name == chosen("", found).name == names[-1]
-    assert [name for name, each in found.items() if each.has_bf16] == [n for n in names if n in ("avx512_bf16", "amx")]
     for name in names:
         assert chosen(name, found) is found[name]
+
+
+@pytest.mark.parametrize("processor", PROCESSORS)
+def test_of_slow_pairs_the_set_is_not_the_fastest(processor: str) -> None:
+    extensions, names = PROCESSORS[processor]
+    found = sets_of_x86(extensions, has_slow_pairs=True)
+    assert sorted(found) == sorted(names)
+    fastest = names[-2] if names[-1] == "avx512_bf16" else names[-1]
+    assert chosen(None, found).name == fastest
+
+
+@ON_X86
+@compiled
+@pytest.mark.skipif("avx512_bf16" not in available(), reason="this processor has no pairs of bf16")
+def test_pairs_are_slow_where_measurements_say_so(tmp_path: Path) -> None:
+    made = tmp_path / "peaks.so"
+    command = [Compiler.found().command[0], *available()["avx512_bf16"].flags, "-O3", "-std=gnu11", "-shared", "-fPIC"]
+    subprocess.run([*command, str(ROOT / "tools" / "benchmarks" / "peaks.c"), "-o", str(made)], check=True, timeout=60)
+    library = ctypes.CDLL(str(made))
+    library.float_peak.restype = library.pair_peak.restype = ctypes.c_double
+    floats, pairs = (max(peak(1) for _ in range(3)) for peak in (library.float_peak, library.pair_peak))
+    assert system.is_intel() == (pairs < floats)
 
 
 ARM = {
@@ -81,7 +104,6 @@ def test_a_64_bit_arm_has_the_sets_whose_extensions_it_has(processor: str) -> No
     extensions, names = ARM[processor]
     found = sets_of_arm(extensions)
     assert list(found) == names
-    assert [name for name, each in found.items() if each.has_bf16] == [name for name in names if name == "neon_bf16"]
     assert not any("native" in flag for each in found.values() for flag in each.flags)
 
 

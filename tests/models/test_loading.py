@@ -283,16 +283,14 @@ def test_without_compiled_kernels_auto_keeps_bf16_where_torch_has_instructions_f
 
 @compiled
 @pytest.mark.parametrize(
-    ("instructions", "keeps_bf16", "keeps_fp16"),
-    [(Instructions("portable", ()), False, False), (Instructions("avx2", ()), False, True),
-     (Instructions("avx512", ()), False, True), (Instructions("avx512_bf16", (), has_bf16=True), True, True)],
-)  # fmt: skip
+    ("name", "is_kept"), [("portable", False), ("avx2", True), ("avx512_vnni", True), ("avx512_bf16", True)]
+)
 def test_auto_takes_the_dtype_of_the_checkpoint_where_the_chosen_instructions_are_fast_at_it(
-    monkeypatch: pytest.MonkeyPatch, instructions: Instructions, keeps_bf16: bool, keeps_fp16: bool
+    monkeypatch: pytest.MonkeyPatch, name: str, is_kept: bool
 ) -> None:
-    monkeypatch.setattr(load, "instructions", lambda: instructions)
+    monkeypatch.setattr(load, "instructions", lambda: Instructions(name, ()))
     cpu, gpu = torch.device("cpu"), torch.device("cuda")
-    for dtype, is_kept in ((torch.bfloat16, keeps_bf16), (torch.float16, keeps_fp16), (torch.float32, True)):
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
         assert resolve_dtype("auto", dtype, cpu) == (dtype if is_kept else torch.float32)
         assert resolve_dtype(dtype, torch.float32, cpu) == dtype  # what is asked for by its name is had
         assert resolve_dtype("auto", dtype, gpu) == dtype
