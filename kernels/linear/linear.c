@@ -215,7 +215,7 @@ INLINE void one_panel(const int count, const int is_int8, panel_sums *out, const
     for (int64_t i = 0; i < in; i += is_int8 ? INT8_STEP : STEP, ahead.at += ahead.pace) {
         const char *at = panel + i * PANEL * (is_int8 ? 1 : sizeof(element));
         __builtin_prefetch(ahead.at, 0, 2); /* into L2: the L1 cache keeps the rows */
-        if (is_int8 || STEP * sizeof(element) > 2) __builtin_prefetch(ahead.at + 64, 0, 2); /* a step has two lines or more */
+        if (is_int8 || STEP * sizeof(element) > 2) __builtin_prefetch(ahead.at + 64, 0, 2); /* two lines or more a step */
         if (is_int8) int8_step(count, sums, (const float *)x + i, stride, (const int8_t *)at);
         else panel_step(count, sums, (const input *)x + i, stride, (const element *)at);
     }
@@ -314,8 +314,8 @@ INLINE void blocks_of_panels(const int is_int8, const int halves, const struct p
                 const char *at = (const char *)a->panels.data + ((half * panels + panel) * in + i) * of_feature;
                 int64_t features = least_of(BLOCK_IN, in - i);
                 widen_block(is_int8, block, at, features);
-                float_products(sums + half * sums_of_half, (const float *)job->x + first * job->stride + i, job->stride, block,
-                               features, here);
+                const float *x = (const float *)job->x + first * job->stride + i;
+                float_products(sums + half * sums_of_half, x, job->stride, block, features, here);
             }
         if (halves == 2) gate_rows(job, (panel_sums *)sums, (const panel_sums *)(sums + sums_of_half), here, panel);
         write_sums(&to, sums, first, here, panel);
