@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from graphdecode import LLM, SamplingParams
 from graphdecode.kernels.native import library as native
+from graphdecode.kernels.native.instructions import instructions
 
 BOUNDS = {  # mean |difference of log-probability|: with compiled kernels, and without
     ("llama-3.2", "bfloat16"): (0.0098, 0.0126),
@@ -25,6 +26,9 @@ BOUNDS = {  # mean |difference of log-probability|: with compiled kernels, and w
     ("gemma2", "bfloat16"): (0.008, 0.0098),
     ("qwen3-moe", "bfloat16"): (0.0092, 0.0116),
 }
+IN_TILES = {
+    ("qwen3-moe", "bfloat16"): 0.0102
+}  # matrix tiles take a decode step's attention weights in one bf16, not two
 
 
 def exact_logits(folder: Path, dtype: torch.dtype) -> list[Tensor]:
@@ -47,6 +51,8 @@ def test_16_bits_lose_no_more_than_their_products_inputs_do(checkpoint, name, dt
         given = decoded_logits(checkpoint(name), "cpu", 256, dtype)
     apart = torch.cat([(a.log_softmax(-1) - b.log_softmax(-1)).abs() for a, b in zip(given, expected, strict=True)])
     found, bound = float(apart.mean()), BOUNDS[name, dtype][not compiled]
+    if compiled and instructions().name == "amx":
+        bound = IN_TILES.get((name, dtype), bound)
     assert found <= bound, f"{found:.5f} is more than {bound}"
 
 
