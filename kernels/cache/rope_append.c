@@ -9,7 +9,7 @@ static const float NAME(most) = INFINITY;
 #endif
 
 /* 1 / rms of some channels. */
-INLINE float NAME(inverse_root)(const int is_wide, const void *x, int64_t count, float eps) {
+static float NAME(inverse_root)(int64_t is_wide, const void *x, int64_t count, float eps) {
     float squares = 0.0f;
     for (int64_t i = 0; i < count; i++) squares += widen_at(is_wide, x, i) * widen_at(is_wide, x, i);
     return 1.0f / sqrtf(squares / (float)count + eps);
@@ -36,9 +36,9 @@ static void NAME(keep_head)(const struct NAME(kept) *to, int64_t head, const flo
 }
 
 /* One head, times its norm if a weight is given, rotated over its first 2 * half dimensions. */
-INLINE void NAME(rotate_head)(const int is_wide, float *wide, const void *x, const float *weight, float scale,
+static void NAME(rotate_head)(int64_t is_wide, float *wide, const void *x, const float *weight, float scale,
                               const float *cos, int64_t half, int64_t dim) {
-    for (int64_t i = 0; i < dim; i++) wide[i] = widen_at(is_wide, x, i);
+    read_floats(wide, is_wide, x, 0, dim);
     if (weight)
         for (int64_t i = 0; i < dim; i++) wide[i] = wide[i] * scale * weight[i];
     const float *sin = cos + half;
@@ -50,9 +50,9 @@ INLINE void NAME(rotate_head)(const int is_wide, float *wide, const void *x, con
 }
 
 /* The same for several heads; the norm is per head, or over all if the weight is as long as all heads. */
-INLINE void NAME(rotate_heads)(const int is_wide, const struct NAME(kept) *to, const char *x, const float *weight,
-                               int64_t weights, float eps, const float *cos, int64_t half, int64_t heads, int64_t dim,
-                               int is_mixed, float *wide) {
+APART void NAME(rotate_heads)(int64_t is_wide, const struct NAME(kept) *to, const char *x, const float *weight,
+                              int64_t weights, float eps, const float *cos, int64_t half, int64_t heads, int64_t dim,
+                              int is_mixed, float *wide) {
     int64_t normed = weights > dim ? weights : dim;
     float scale = 0.0f;
     for (int64_t head = 0; head < heads; head++) {
@@ -73,13 +73,12 @@ static struct NAME(kept) NAME(kept_at)(void *cache, int64_t code, int64_t place,
 }
 
 /* Append one token, and write its queries; `wide` has room for a head. */
-INLINE void NAME(append_heads)(const int is_wide, const rope_append_args *a, int64_t token, int64_t row,
-                               int64_t position, float *wide) {
+static void NAME(append_token)(const rope_append_args *a, int64_t token, int64_t row, int64_t position, float *wide) {
     const int64_t pages = a->k_cache.size[0], page_size = a->k_cache.size[1], kv_heads = a->k_cache.size[2];
     const int64_t value_heads = a->v_cache.size[2];
     const int64_t qo_heads = a->q_out.size[1], dim = a->q_out.size[2], heads = qo_heads + kv_heads + value_heads;
     const int64_t half = a->cos_sin.size[2], row_pages = a->page_table.size[1];
-    const int is_mixed = a->k_cache.code == CODE_INT8;
+    const int is_mixed = a->k_cache.code == CODE_INT8, is_wide = IS_WIDE(a->qkv);
     const char *x = (const char *)a->qkv.data + token * heads * dim * width_of(is_wide);
     float eps = (float)a->eps;
     if (position < 0 || position >= a->cos_sin.size[0]) return; /* positions without an angle are not written */
@@ -103,10 +102,6 @@ INLINE void NAME(append_heads)(const int is_wide, const rope_append_args *a, int
     if (values.code || (is_wide && sizeof(element) < sizeof(float)))
         NAME(rotate_heads)(is_wide, &values, x, 0, 0, 0.0f, cos, 0, value_heads, dim, 0, wide);
     else memcpy(values.at, x, value_heads * dim * sizeof(element));
-}
-
-static void NAME(append_token)(const rope_append_args *a, int64_t token, int64_t row, int64_t position, float *wide) {
-    BY_WIDTH(IS_WIDE(a->qkv), NAME(append_heads), a, token, row, position, wide);
 }
 
 static void NAME(append_tokens)(const void *job, int64_t begin, int64_t end) {

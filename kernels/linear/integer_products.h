@@ -9,6 +9,10 @@
 
 #include "linear/quantized_tiles.h"
 
+#ifdef ELEMENT_F32 /* has more bits than multiples */
+#undef WITH_INTEGERS
+#undef WITH_DIGITS
+#endif
 #ifndef WITH_INTEGERS
 #define WITH_INTEGERS 0
 #endif

@@ -12,13 +12,11 @@
 
 #define ROWS_MULTIPLIED 32 /* at a time */
 
-/* What has all bits of an element, a multiple of a span's unit from so many on; a float has more bits. */
-#if defined(ELEMENT_F16)
+/* What has all bits of an element: a multiple of a span's unit from so many on. */
+#ifdef ELEMENT_F16
 #define WELL_KEPT (1 << 10)
-#elif defined(ELEMENT_BF16)
-#define WELL_KEPT (1 << 7)
 #else
-#define WELL_KEPT 0
+#define WELL_KEPT (1 << 7)
 #endif
 
 struct quantized_job {
@@ -141,7 +139,7 @@ static inline int takes_integers(const struct block_weight *weight, int64_t rows
 #if defined(ELEMENT_BF16) && defined(WITH_TILES) /* which multiply many rows faster */
     is_tiled = has_tiles && rows > CHECKED_ROWS;
 #endif
-    return WITH_INTEGERS && WELL_KEPT && !is_tiled && !batch_invariant && has_byte_codes(weight);
+    return WITH_INTEGERS && !is_tiled && !batch_invariant && has_byte_codes(weight);
 }
 
 #if WITH_INTEGERS
@@ -244,6 +242,7 @@ KERNEL(quantized_linear) {
     parallel(threads, quantized_rows, &job, panels, least);
 }
 
+#ifdef ELEMENT_F32
 /* Some bits of all codes of a block, from `shift` up, as rows of words in `out`: `code` has the codes of the panel's output
  * features, one behind another. */
 static void pack_plane(uint32_t *out, uint8_t code[PANEL][QUANTIZED_BLOCK], int bits, int shift) {
@@ -300,3 +299,4 @@ static void pack_panels(const void *job, int64_t begin, int64_t end) {
 KERNEL(pack_codes) {
     parallel(threads, pack_panels, a, a->out.size[0], items_of(SHARED_WORK, a->codes.size[1] * BLOCK_SIZE));
 }
+#endif

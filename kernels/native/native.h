@@ -388,3 +388,20 @@ static inline void store_f16(uint16_t *at, vec v) {
 #define widen(value) (value)
 #define narrow(value) (value)
 #endif
+
+/* Some values of a tensor of floats or elements as floats, and back: one copy of each, which compiles once. */
+APART void read_floats(float *to, int64_t is_wide, const void *from, int64_t i, int64_t count) {
+    const element *at = (const element *)from + i;
+    int64_t done = 0;
+    if (is_wide) memcpy(to, (const float *)from + i, count * sizeof *to), done = count;
+    for (; done + LANES <= count; done += LANES) store_f32(to + done, load(at + done));
+    for (; done < count; done++) to[done] = widen(at[done]);
+}
+
+APART void write_floats(int64_t is_wide, void *to, int64_t i, const float *from, int64_t count) {
+    element *at = (element *)to + i;
+    int64_t done = 0;
+    if (is_wide) memcpy((float *)to + i, from, count * sizeof *from), done = count;
+    for (; done + LANES <= count; done += LANES) store(at + done, load_f32(from + done));
+    for (; done < count; done++) at[done] = narrow(from[done]);
+}

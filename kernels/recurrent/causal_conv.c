@@ -2,24 +2,24 @@
 #include "native.h"
 
 /* Some lanes from value `i` on; missing ones are 0. */
-INLINE vec NAME(some_at)(const int is_wide, const void *x, int64_t i, int64_t lanes) {
+static inline vec NAME(some_at)(int64_t is_wide, const void *x, int64_t i, int64_t lanes) {
     if (lanes >= LANES) return load_at(is_wide, x, i);
     vec found = splat(0.0f);
     for (int64_t lane = 0; lane < lanes; lane++) found[lane] = widen_at(is_wide, x, i + lane);
     return found;
 }
 
-INLINE void NAME(some_to)(const int is_wide, void *out, int64_t i, int64_t lanes, vec values) {
+static inline void NAME(some_to)(int64_t is_wide, void *out, int64_t i, int64_t lanes, vec values) {
     if (lanes >= LANES) store_at(is_wide, out, i, values);
     else
         for (int64_t lane = 0; lane < lanes; lane++) narrow_at(is_wide, out, i + lane, values[lane]);
 }
 
 /* One vector of channels, over all tokens. */
-INLINE void NAME(convolve_lanes)(const int is_wide, const causal_conv_args *a, int64_t first) {
+static void NAME(convolve_lanes)(const causal_conv_args *a, int64_t first) {
     const int64_t channels = a->out.size[1], width = a->weight.size[0], live = live_of(a->live.data, a->out.size[0]);
     const int64_t lanes = least_of(LANES, channels - first);
-    const int is_gated = a->x.size[1] != channels, out_wide = IS_WIDE(a->out);
+    const int is_gated = a->x.size[1] != channels, is_wide = IS_WIDE(a->x), out_wide = IS_WIDE(a->out);
     const vec bias = a->bias.data ? NAME(some_at)(1, a->bias.data, first, lanes) : splat(0.0f);
     vec inputs[MAX_CONV_WIDTH], weights[MAX_CONV_WIDTH];
     float *state = 0;
@@ -40,7 +40,7 @@ INLINE void NAME(convolve_lanes)(const int is_wide, const causal_conv_args *a, i
         for (int64_t j = 0; j < width; j++) total += inputs[j] * weights[j];
         if (a->silu) total = total / (1.0f + exp_lanes(-total));
         if (is_gated) total *= NAME(some_at)(is_wide, x, channels + first, lanes);
-        BY_WIDTH(out_wide, NAME(some_to), (char *)a->out.data + token * channels * width_of(out_wide), first, lanes, total);
+        NAME(some_to)(out_wide, a->out.data, token * channels + first, lanes, total);
         float *to = token + 1 == live || a->rows.data[token + 1] != row ? state : 0;
         if (a->kept_states.data) to = a->state.data + a->kept_states.data[token] * (width - 1) * channels + first;
         if (to)
@@ -50,7 +50,7 @@ INLINE void NAME(convolve_lanes)(const int is_wide, const causal_conv_args *a, i
 
 static void NAME(convolve)(const void *job, int64_t begin, int64_t end) {
     const causal_conv_args *a = job;
-    for (int64_t block = begin; block < end; block++) BY_WIDTH(IS_WIDE(a->x), NAME(convolve_lanes), a, block * LANES);
+    for (int64_t block = begin; block < end; block++) NAME(convolve_lanes)(a, block * LANES);
 }
 
 KERNEL(causal_conv) {

@@ -6,12 +6,10 @@
 static inline float softplus(float x) { return x > 20.0f ? x : log1pf(expf(x)); }
 
 /* A head's query or key as floats, of length `scale`. */
-INLINE void NAME(unit_head)(const int is_wide, float *to, const void *x, int64_t at, int64_t dim, float scale) {
+APART void NAME(unit_head)(int64_t is_wide, float *to, const void *x, int64_t at, int64_t dim, float scale) {
     float squares = 0.0f;
-    for (int64_t i = 0; i < dim; i++) {
-        to[i] = widen_at(is_wide, x, at + i);
-        squares += to[i] * to[i];
-    }
+    read_floats(to, is_wide, x, at, dim);
+    for (int64_t i = 0; i < dim; i++) squares += to[i] * to[i];
     scale /= sqrtf(squares + 1e-6f);
     for (int64_t i = 0; i < dim; i++) to[i] *= scale;
 }
@@ -47,13 +45,14 @@ static inline float *NAME(delta_state)(const gated_delta_args *a, int64_t place,
 }
 
 /* Some value channels of one head, over all tokens; in a copy if they are not whole vectors, or states are kept. */
-INLINE void NAME(delta_block)(const int is_wide, const gated_delta_args *a, int64_t head, int64_t first) {
+static void NAME(delta_block)(const gated_delta_args *a, int64_t head, int64_t first) {
     const int64_t heads = a->state.size[1], key_dim = a->state.size[2], value_dim = a->state.size[3];
     const int64_t key_size = (a->qkv.size[1] - heads * value_dim) / 2, key_heads = key_size / key_dim;
     const int64_t key_at = head / (heads / key_heads) * key_dim, live = live_of(a->live.data, a->out.size[0]);
     const int64_t count = least_of(DELTA_VECTORS * LANES, value_dim - first), padded = (count + LANES - 1) / LANES * LANES;
     const int32_t *kept = a->kept_states.data;
-    const int is_whole = count == padded && !kept, out_wide = IS_WIDE(a->out), ab_wide = IS_WIDE(a->ab);
+    const int is_whole = count == padded && !kept;
+    const int is_wide = IS_WIDE(a->qkv), out_wide = IS_WIDE(a->out), ab_wide = IS_WIDE(a->ab);
     const float rate = -expf(a->a_log.data[head]), dt_bias = a->dt_bias.data[head];
     float *at = scratch(2 * (key_dim + LANES) + 2 * padded + (is_whole ? 0 : key_dim * padded));
     float *q = carved(&at, key_dim), *k = carved(&at, key_dim), *v = carved(&at, padded), *out = carved(&at, padded);
@@ -75,7 +74,7 @@ INLINE void NAME(delta_block)(const int is_wide, const gated_delta_args *a, int6
         NAME(unit_head)(is_wide, k, x, key_size + key_at, key_dim, 1.0f);
         float qk = 0.0f;
         for (int64_t key = 0; key < key_dim; key++) qk += q[key] * k[key];
-        for (int64_t i = 0; i < count; i++) v[i] = widen_at(is_wide, x, 2 * key_size + head * value_dim + first + i);
+        read_floats(v, is_wide, x, 2 * key_size + head * value_dim + first, count);
         for (int64_t i = count; i < padded; i++) v[i] = 0.0f;
         const char *ab = (const char *)a->ab.data + token * a->ab.stride[0] * width_of(ab_wide);
         const float decay = expf(rate * softplus(widen_at(ab_wide, ab, head) + dt_bias));
@@ -85,8 +84,7 @@ INLINE void NAME(delta_block)(const int is_wide, const gated_delta_args *a, int6
         else
             for (int64_t i = 0; i < padded; i += LANES)
                 NAME(delta_step)(1, s + i, stride, q, k, key_dim, decay, beta, qk, v + i, out + i);
-        char *to = (char *)a->out.data + (token * heads + head) * value_dim * width_of(out_wide);
-        for (int64_t i = 0; i < count; i++) narrow_at(out_wide, to, first + i, out[i]);
+        write_floats(out_wide, a->out.data, (token * heads + head) * value_dim + first, out, count);
         if (kept) held = NAME(delta_state)(a, kept[token], head) + first;
         if (kept || (!is_whole && (token + 1 == live || a->rows.data[token + 1] != row)))
             for (int64_t key = 0; key < key_dim; key++)
@@ -98,7 +96,7 @@ static void NAME(delta_blocks)(const void *job, int64_t begin, int64_t end) {
     const gated_delta_args *a = job;
     const int64_t blocks = (a->state.size[3] + DELTA_VECTORS * LANES - 1) / (DELTA_VECTORS * LANES);
     for (int64_t item = begin; item < end; item++)
-        BY_WIDTH(IS_WIDE(a->qkv), NAME(delta_block), a, item / blocks, item % blocks * DELTA_VECTORS * LANES);
+        NAME(delta_block)(a, item / blocks, item % blocks * DELTA_VECTORS * LANES);
 }
 
 KERNEL(gated_delta) {

@@ -29,11 +29,11 @@ INLINE void NAME(scan_step)(float *s, int64_t states, int64_t dim, const float *
     }
 }
 
-INLINE void NAME(scan_head)(const int is_wide, const selective_scan_args *a, int64_t head) {
+static void NAME(scan_head)(const selective_scan_args *a, int64_t head) {
     const int64_t heads = a->state.size[1], states = a->state.size[2], dim = a->state.size[3];
     const int64_t groups = (a->xbc.size[1] - heads * dim) / (2 * states), live = live_of(a->live.data, a->out.size[0]);
     const int64_t b_at = heads * dim + head / (heads / groups) * states;
-    const int out_wide = IS_WIDE(a->out), dt_wide = IS_WIDE(a->dt);
+    const int is_wide = IS_WIDE(a->xbc), out_wide = IS_WIDE(a->out), dt_wide = IS_WIDE(a->dt);
     const float rate = -expf(a->a_log.data[head]), skip = a->skip.data[head], bias = a->dt_bias.data[head];
     float *at = scratch(2 * (states + LANES) + 3 * (dim + LANES));
     float *b = carved(&at, states), *c = carved(&at, states), *x = carved(&at, dim), *dx = carved(&at, dim);
@@ -51,21 +51,18 @@ INLINE void NAME(scan_head)(const int is_wide, const selective_scan_args *a, int
         const char *given = (const char *)a->xbc.data + token * a->xbc.stride[0] * width_of(is_wide);
         const char *dt = (const char *)a->dt.data + token * a->dt.stride[0] * width_of(dt_wide);
         const float step = step_of(a, widen_at(dt_wide, dt, head) + bias);
-        for (int64_t n = 0; n < states; n++) b[n] = widen_at(is_wide, given, b_at + n);
-        for (int64_t n = 0; n < states; n++) c[n] = widen_at(is_wide, given, b_at + groups * states + n);
-        for (int64_t i = 0; i < dim; i++) {
-            x[i] = widen_at(is_wide, given, head * dim + i);
-            dx[i] = x[i] * step;
-        }
+        read_floats(b, is_wide, given, b_at, states), read_floats(c, is_wide, given, b_at + groups * states, states);
+        read_floats(x, is_wide, given, head * dim, dim);
+        for (int64_t i = 0; i < dim; i++) dx[i] = x[i] * step;
         NAME(scan_step)(s, states, dim, b, c, expf(rate * step), dx, out);
-        char *to = (char *)a->out.data + (token * heads + head) * dim * width_of(out_wide);
-        for (int64_t i = 0; i < dim; i++) narrow_at(out_wide, to, i, out[i] + skip * x[i]);
+        for (int64_t i = 0; i < dim; i++) out[i] += skip * x[i];
+        write_floats(out_wide, a->out.data, (token * heads + head) * dim, out, dim);
     }
 }
 
 static void NAME(scan_heads)(const void *job, int64_t begin, int64_t end) {
     const selective_scan_args *a = job;
-    for (int64_t head = begin; head < end; head++) BY_WIDTH(IS_WIDE(a->xbc), NAME(scan_head), a, head);
+    for (int64_t head = begin; head < end; head++) NAME(scan_head)(a, head);
 }
 
 KERNEL(selective_scan) {
