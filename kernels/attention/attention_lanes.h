@@ -12,8 +12,6 @@
 #if defined(ELEMENT_BF16) && defined(WITH_PAIRS)
 #define IN_PAIRS 1
 #define QUERY_LANES PANEL
-#define UNIT LOG2_OF_E /* of logits, and of their powers */
-#define power_of exp2_lanes
 typedef uint16_t factor;
 #else
 #define IN_PAIRS 0
@@ -24,9 +22,16 @@ typedef uint16_t factor;
 #endif
 #define ROWS_OF_SUMS (LANES == 16 ? 8 : 6) /* that stay in registers, of QUERY_LANES lanes */
 #define ROWS_OF_LANE 8                     /* the same, of LANES */
+typedef float factor;
+#endif
+#if IN_PAIRS || LANES == 16
+#define UNIT LOG2_OF_E /* of logits, and of their powers */
+#define power_of exp2_lanes
+#define power_to exp2f
+#else
 #define UNIT 1.0f
 #define power_of exp_lanes
-typedef float factor;
+#define power_to expf
 #endif
 #define KEY_ROWS 32 /* keys whose logits become weights together */
 #define OF_WORD ((int64_t)(4 / sizeof(factor)))  /* factors in a word */
@@ -70,13 +75,18 @@ static struct block_room block_room_at(float **at, int64_t width, int has_scales
     return room;
 }
 
-/* OF_VECTOR features from the `i`th on, of which there are `dim`, and behind them zeros. */
-INLINE uvec features_at(const element *at, int64_t i, int64_t dim) {
-#if IN_PAIRS
+/* Words of two features of 16 bits from the `i`th on, of which there are `dim`, and behind them zeros. */
+INLINE uvec pairs_at(const element *at, int64_t i, int64_t dim) {
     uvec words = {0};
-    if (i + OF_VECTOR <= dim) return load_words(at + i);
+    if (i + 2 * LANES <= dim) return load_words(at + i);
     if (i < dim) memcpy(&words, at + i, sizeof words / 2); /* dim is of whole vectors of floats */
     return words;
+}
+
+/* OF_VECTOR features, likewise. */
+INLINE uvec features_at(const element *at, int64_t i, int64_t dim) {
+#if IN_PAIRS
+    return pairs_at(at, i, dim);
 #else
     (void)dim;
     return (uvec)load(at + i);

@@ -104,18 +104,6 @@ INLINE void ask_for(struct coming *next, int64_t bytes) {
     }
 }
 
-/* Ask for some tokens' keys or values, one after the other, first all keys: a processor whose requests for the second cache
- * are few fetches more by itself where they come in the order of memory, many at a time. */
-INLINE void ask_in_order(struct coming *next, int64_t tokens) {
-    for (; tokens > 0 && next->token < 2 * next->count; tokens--, next->token++) {
-        int is_value = next->token >= next->count;
-        const char *from = is_value ? next->values : next->keys;
-        from += next->places[next->token - is_value * next->count] * next->size;
-#pragma GCC unroll 4
-        for (int64_t byte = 0; byte < next->bytes; byte += 64) __builtin_prefetch(from + byte, 0, 2);
-    }
-}
-
 /* How many bytes are asked for in all. */
 static inline int64_t bytes_of(const struct coming *next) {
     return (next->count + STREAMS - 1) / STREAMS * ((next->bytes + 63) / 64) * 2 * STREAMS * 64;

@@ -14,6 +14,22 @@
 #define VALUE_VECTORS (LANES == 8 ? 2 : 4) /* of values, whose sums of four queries stay in registers */
 #define SLACK 8.0f /* of logits above the one that weights refer to */
 #define SPAN 512 /* keys; a multiple of BLOCK and KEYS */
+#if defined(ELEMENT_BF16) && !IN_PAIRS
+#define IS_WIDENED 1 /* words hold two features, which become floats apart: all even ones, all odd ones */
+static void in_order(float *sums) {
+    float pairs[LANES][2];
+    for (int k = 0; k < LANES; k++) pairs[k][0] = sums[k], pairs[k][1] = sums[LANES + k];
+    memcpy(sums, pairs, sizeof pairs);
+}
+#else
+#define IS_WIDENED 0
+#endif
+#define OF_LOAD (1 + IS_WIDENED)     /* vectors of keys that are loaded together */
+#define LOADED (OF_LOAD * OF_VECTOR) /* their features */
+#define VALUES_OF_LOAD (OF_LOAD > OF_WORD ? OF_LOAD : OF_WORD) /* vectors of values */
+
+/* Features of a head, up to whole LOADED: what is behind the last are zeros. */
+static int64_t width_of_query(int64_t dim) { return (dim + LOADED - 1) / LOADED * LOADED; }
 
 /* Add lanes of two vectors to the ones `width` beside them; `width` is a constant where this is used. */
 INLINE vec fold_pair(const int width, vec a, vec b) { return parted(width, 0, a, b) + parted(width, 1, a, b); }
@@ -34,8 +50,6 @@ static struct seen seen_of(int64_t length, int64_t q_len, const AttentionOptions
     int64_t position = length - q_len, window = window_at(logits_of(options), position > 0 ? position : 0);
     return (struct seen){position, window >= 0 && position > window ? position - window : 0, length};
 }
-
-static float power_to(float logit) { return IN_PAIRS ? exp2f(logit) : expf(logit); }
 
 /* Multiply the logits of some queries with the scales of a block's keys. */
 static void scale_block(float *logits, const float *scales, int64_t queries) {
@@ -71,16 +85,13 @@ static void soften(float *logits, struct logits of, const float *value_scales, i
         memset(logits, 0, BLOCK * sizeof *logits);
         return;
     }
-    ivec more = {0};
-    vec added = splat(0.0f);
+    vec added = splat(0.0f), most = splat(-INFINITY);
     for (int64_t j = 0; are_changed(of) && j < padded; j += LANES)
         store_f32(logits + j, logits_from(load_f32(logits + j), of, UNIT));
     for (int64_t j = 0; j < begin; j++) logits[j] = -INFINITY;
     for (int64_t j = end; j < padded; j++) logits[j] = -INFINITY;
-    for (int64_t j = 0; j < padded; j += LANES) more |= load_f32(logits + j) * scale - top > SLACK;
-    if (any_lane(more)) {
-        vec most = splat(-INFINITY);
-        for (int64_t j = 0; j < padded; j += LANES) most = greater_of(load_f32(logits + j), most);
+    for (int64_t j = 0; j < padded; j += LANES) most = greater_of(load_f32(logits + j), most);
+    if (any_lane(most * scale - top > SLACK)) {
         float found = greatest_of(most) * scale;
         float shrink = power_to(top - found);
         for (int64_t i = 0; i < width; i += LANES) store_f32(sums + i, load_f32(sums + i) * shrink);
@@ -98,43 +109,90 @@ static void soften(float *logits, struct logits of, const float *value_scales, i
 }
 #endif
 
-/* Add products with OF_VECTOR features of some keys, from the `i`th on, to the sums of `heads` queries: each key is loaded
- * once. */
-INLINE void NAME(add_features)(const int heads, vec *sums, const factor *q, const element *const *found, int64_t i,
-                               int64_t dim, int64_t width) {
-    const int keys = LANES / heads;
+/* Entries of the block that is next: each is asked for with one of the block that is here, in the order of memory if they
+ * are all heads'. A processor whose requests for the second cache are few fetches more by itself where they come in it. */
+struct asked {
+    const char *at;
+    int64_t step, size; /* bytes to the next one; of a value */
+};
+
+INLINE struct asked asked_from(struct asked next, int64_t j) {
+    return (struct asked){next.at + j * next.step, next.step, next.size};
+}
+
+/* Ask for what stands at the `i`th feature of some entries, if a line begins there. */
+INLINE void ask_for_entries(struct asked next, const int count, int64_t i) {
+    if (i * sizeof(element) % 64) return;
 #pragma GCC unroll 16
-    for (int j = 0; j < keys; j++) {
-        uvec key = features_at(found[j], i, dim);
+    for (int j = 0; j < count; j++) __builtin_prefetch(next.at + j * next.step + i * next.size, 0, 2);
+}
+
+/* LOADED features of an entry, from the `i`th on, in as many vectors as it takes to multiply them. */
+INLINE void NAME(load_features)(uvec *to, const element *at, int64_t i, int64_t dim) {
+#if IS_WIDENED
+    uvec pairs = pairs_at(at, i, dim);
+    to[0] = pairs << 16, to[1] = pairs & 0xffff0000;
+#else
+    to[0] = features_at(at, i, dim);
+#endif
+}
+
+/* Add products with the same of `count` keys to the sums of `heads` queries: each key is loaded once. */
+INLINE void NAME(add_features)(const int heads, const int count, vec (*sums)[LANES], const factor *q, const element *keys,
+                               const int64_t *places, int64_t i, int64_t dim, int64_t width, struct asked next) {
+    ask_for_entries(next, count, i);
+#pragma GCC unroll 16
+    for (int j = 0; j < count; j++) {
+        uvec key[OF_LOAD];
+        NAME(load_features)(key, keys + places[j], i, dim);
+#pragma GCC unroll 2
+        for (int n = 0; n < OF_LOAD; n++)
 #pragma GCC unroll 4
-        for (int h = 0; h < heads; h++)
-            sums[h * keys + j] = add_factors(sums[h * keys + j], load_words(q + h * width + i), key);
+            for (int h = 0; h < heads; h++)
+                sums[h][j] = add_factors(sums[h][j], load_words(q + h * width + i + n * OF_VECTOR), key[n]);
     }
 }
 
-/* logits[head][key] of `heads` queries, a constant where this is used, with LANES / heads keys. Each sum is added up in the
- * order of sum_lanes. */
-INLINE void NAME(add_dots)(const int heads, float *logits, const factor *q, const element *const *found, int64_t dim,
-                           int64_t width) {
-    const int keys = LANES / heads;
-    vec sums[LANES];
-    int64_t i = 0;
-#pragma GCC unroll 16
-    for (int n = 0; n < LANES; n++) sums[n] = splat(0.0f);
-    for (; i + OF_VECTOR <= dim; i += OF_VECTOR) NAME(add_features)(heads, sums, q, found, i, i + OF_VECTOR, width);
-    if (i < dim) NAME(add_features)(heads, sums, q, found, i, dim, width);
+/* logits[head][key] of `heads` queries, a constant where this is used, with LANES keys, each of which is loaded once. Each
+ * sum is added up in the order of sum_lanes. */
+INLINE void NAME(dots)(const int heads, float *logits, const factor *q, const element *keys, const int64_t *places,
+                       int64_t dim, int64_t width, struct asked next) {
+    const int count = heads == 3 ? LANES / 4 : LANES / heads;
+    vec folded[4][LANES];
+    for (int from = 0; from < LANES; from += count) {
+        vec sums[4][LANES];
 #pragma GCC unroll 4
-    for (int width = LANES / 2; width > 0; width /= 2)
+        for (int h = 0; h < heads; h++)
 #pragma GCC unroll 16
-        for (int n = 0; n < width; n++) sums[n] = fold_pair(width, sums[2 * n], sums[2 * n + 1]);
+            for (int j = 0; j < count; j++) sums[h][j] = splat(0.0f);
+        int64_t i = 0;
+        for (; i + LOADED <= dim; i += LOADED)
+            NAME(add_features)(heads, count, sums, q, keys, places + from, i, i + LOADED, width, asked_from(next, from));
+        if (i < dim) NAME(add_features)(heads, count, sums, q, keys, places + from, i, dim, width, asked_from(next, from));
 #pragma GCC unroll 4
-    for (int h = 0; h < heads; h++) memcpy(logits + h * BLOCK, (float *)sums + h * keys, keys * sizeof(float));
+        for (int h = 0; h < heads; h++) {
+#pragma GCC unroll 4
+            for (int part = LANES / 2, left = count / 2; left > 0; part /= 2, left /= 2)
+#pragma GCC unroll 8
+                for (int j = 0; j < left; j++) sums[h][j] = fold_pair(part, sums[h][2 * j], sums[h][2 * j + 1]);
+            folded[h][from / count] = sums[h][0];
+        }
+    }
+#pragma GCC unroll 4
+    for (int h = 0; h < heads; h++) {
+#pragma GCC unroll 4
+        for (int part = LANES / count / 2; part > 0; part /= 2)
+#pragma GCC unroll 8
+            for (int j = 0; j < part; j++) folded[h][j] = fold_pair(part, folded[h][2 * j], folded[h][2 * j + 1]);
+        store_f32(logits + h * BLOCK, folded[h][0]);
+    }
 }
 
 /* sums[head] += weights[head][key] * values[key] over `vectors` vectors of each from the `i`th feature on; `heads` and
  * `vectors` are constants. */
-INLINE void NAME(add_weighted)(const int heads, const int vectors, float *sums, const factor *weights,
-                               const element *const *values, int64_t i, int64_t count, int64_t dim, int64_t width) {
+INLINE void NAME(add_weighted)(const int heads, const int vectors, float *sums, const factor *weights, const element *values,
+                               const int64_t *places, int64_t i, int64_t count, int64_t dim, int64_t width,
+                               struct asked next) {
     vec held[4][4];
 #pragma GCC unroll 4
     for (int h = 0; h < heads; h++)
@@ -142,11 +200,12 @@ INLINE void NAME(add_weighted)(const int heads, const int vectors, float *sums, 
         for (int v = 0; v < vectors; v++) held[h][v] = load_f32(sums + h * width + i + v * LANES);
     for (int64_t j = 0; j < count; j += OF_WORD) {
 #pragma GCC unroll 4
-        for (int v = 0; v < vectors; v += OF_WORD) {
-            uvec value[OF_WORD];
-            value[0] = features_at(values[j], i + v * LANES, dim);
+        for (int v = 0; v < vectors; v += VALUES_OF_LOAD) {
+            uvec value[2];
+            ask_for_entries(asked_from(next, j), OF_WORD, i + v * LANES);
+            NAME(load_features)(value, values + places[j], i + v * LANES, dim);
 #if IN_PAIRS
-            uvec odd = features_at(values[j + 1], i + v * LANES, dim);
+            uvec odd = features_at(values + places[j + 1], i + v * LANES, dim);
             value[1] = next_pairs(value[0], odd), value[0] = first_pairs(value[0], odd);
 #endif
 #pragma GCC unroll 4
@@ -156,7 +215,7 @@ INLINE void NAME(add_weighted)(const int heads, const int vectors, float *sums, 
                     uint32_t weight;
                     memcpy(&weight, weights + (h * OF_WORD + part) * BLOCK + j, sizeof weight);
 #pragma GCC unroll 2
-                    for (int n = 0; n < OF_WORD; n++)
+                    for (int n = 0; n < VALUES_OF_LOAD; n++)
                         held[h][v + n] = add_factors(held[h][v + n], value[n], (uvec){0} + weight);
                 }
         }
@@ -167,51 +226,50 @@ INLINE void NAME(add_weighted)(const int heads, const int vectors, float *sums, 
         for (int v = 0; v < vectors; v++) store_f32(sums + h * width + i + v * LANES, held[h][v]);
 }
 
-INLINE void NAME(dots)(const int heads, float *logits, const factor *q, const element *const *found, int64_t count,
-                       int64_t dim, int64_t width) {
-    for (int64_t j = 0; j < count; j += LANES / heads) NAME(add_dots)(heads, logits + j, q, found + j, dim, width);
-}
-
-INLINE void NAME(weigh)(const int heads, float *sums, const factor *weights, const element *const *values, int64_t count,
-                        int64_t dim, int64_t width) {
+INLINE void NAME(weigh)(const int heads, float *sums, const factor *weights, const element *values, const int64_t *places,
+                        int64_t count, int64_t dim, int64_t width, struct asked next) {
     int64_t i = 0, step = VALUE_VECTORS * LANES;
     for (; i + step <= dim; i += step)
-        NAME(add_weighted)(heads, VALUE_VECTORS, sums, weights, values, i, count, i + step, width);
-    for (; i < dim; i += OF_VECTOR) NAME(add_weighted)(heads, OF_WORD, sums, weights, values, i, count, dim, width);
+        NAME(add_weighted)(heads, VALUE_VECTORS, sums, weights, values, places, i, count, i + step, width, next);
+    for (; i < dim; i += LOADED)
+        NAME(add_weighted)(heads, VALUES_OF_LOAD, sums, weights, values, places, i, count, dim, width, next);
 }
 
-/* Both for all queries of a key head, as many at once as leave the sums in registers. */
-APART void NAME(group_dots)(float *logits, const factor *q, const element *const *found, int64_t group, int64_t count,
-                            int64_t dim) {
-    int64_t h = 0, width = width_of_head(dim);
-    for (; h + 4 <= group; h += 4) NAME(dots)(4, logits + h * BLOCK, q + h * width, found, count, dim, width);
-    for (; h + 2 <= group; h += 2) NAME(dots)(2, logits + h * BLOCK, q + h * width, found, count, dim, width);
-    for (; h < group; h++) NAME(dots)(1, logits + h * BLOCK, q + h * width, found, count, dim, width);
-}
-
-APART void NAME(group_weigh)(float *sums, const factor *weights, const element *const *values, int64_t group, int64_t count,
-                             int64_t dim) {
-    int64_t width = width_of_head(dim);
-    for (int64_t h = 0; h < group; h += 4, sums += 4 * width, weights += 4 * OF_WORD * BLOCK)
-        switch (group - h) {
-            case 1: NAME(weigh)(1, sums, weights, values, count, dim, width); break;
-            case 2: NAME(weigh)(2, sums, weights, values, count, dim, width); break;
-            case 3: NAME(weigh)(3, sums, weights, values, count, dim, width); break;
-            default: NAME(weigh)(4, sums, weights, values, count, dim, width);
+/* Call a function for all queries of a key head, as many at once as leave their sums in registers: how many is a constant,
+ * `h` the first of them. */
+#define BY_QUERIES(function, queries, h, ...)            \
+    for (int64_t h = 0; h < queries; h += 4)             \
+        switch (queries - h) {                           \
+            case 1: function(1, __VA_ARGS__); break;     \
+            case 2: function(2, __VA_ARGS__); break;     \
+            case 3: function(3, __VA_ARGS__); break;     \
+            default: function(4, __VA_ARGS__);           \
         }
+
+APART void NAME(group_dots)(float *logits, const factor *q, const element *keys, const int64_t *places, int64_t queries,
+                            int64_t count, int64_t dim, struct asked next) {
+    int64_t width = width_of_query(dim);
+    for (int64_t j = 0; j < count; j += LANES)
+        BY_QUERIES(NAME(dots), queries, h, logits + h * BLOCK + j, q + h * width, keys, places + j, dim, width,
+                   asked_from(next, j))
 }
 
-/* Find one head's entries of a block, from `begin` to `count`; the others are one of these. Codes are widened in `room`. */
-static void NAME(find_entries)(const element **found, element *room, int64_t code, const void *of_head,
-                               const int64_t *places, int64_t begin, int64_t count, int64_t dim) {
-    if (code)
-        for (int64_t j = begin; j < count; j++)
-            for (int64_t i = 0; i < dim; i += LANES)
-                store(room + j * dim + i, load_codes(code, (const uint8_t *)of_head + places[j] + i));
-    for (int64_t j = 0; j < BLOCK; j++) {
-        int64_t entry = j < begin ? begin : j < count ? j : count - 1;
-        found[j] = code ? room + entry * dim : (const element *)of_head + places[entry];
-    }
+APART void NAME(group_weigh)(float *sums, const factor *weights, const element *values, const int64_t *places,
+                             int64_t queries, int64_t count, int64_t dim, struct asked next) {
+    int64_t width = width_of_query(dim);
+    BY_QUERIES(NAME(weigh), queries, h, sums + h * width, weights + h * OF_WORD * BLOCK, values, places, count, dim, width,
+               next)
+}
+
+/* One head's entries of a block, and in `places` where they stand: codes are widened in `room`. */
+static const element *NAME(entries_of)(element *room, int64_t code, const void *of_head, const int64_t **places,
+                                       const int64_t *in_room, int64_t count, int64_t dim) {
+    if (!code) return of_head;
+    for (int64_t j = 0; j < count; j++)
+        for (int64_t i = 0; i < dim; i += LANES)
+            store(room + in_room[j] + i, load_codes(code, (const uint8_t *)of_head + (*places)[j] + i));
+    *places = in_room;
+    return room;
 }
 
 /* The queries of some key heads of one row, and what becomes of them over a span of keys. */
@@ -229,47 +287,68 @@ static int64_t NAME(place_of)(const struct NAME(part) *p, int64_t head, int64_t 
     return ((p->row * p->a->q_len + query / group) * heads + head * group + query % group) * dim;
 }
 
-/* Both over the keys from `first` to `end`, as blocks of one element type take them. */
-static void NAME(attend_span)(const struct NAME(part) *p, float *at) {
+/* Ask for all of a block. */
+static void NAME(ask_for_block)(const struct NAME(part) *p, const int64_t *places, int64_t count, int64_t size) {
+    const char *all[2] = {p->a->k_cache.data, VALUES(p->a)};
+    int64_t begin = p->head * p->a->k_cache.size[3] * size, end = p->last * p->a->k_cache.size[3] * size;
+    for (int n = 0; n < 2; n++)
+        for (int64_t j = 0; j < count; j++)
+            for (int64_t i = begin; i < end; i += 64) __builtin_prefetch(all[n] + places[j] * size + i, 0, 2);
+}
+
+/* Both over the keys from `first` to `end`, as blocks of one element type take them. Meanwhile the first block of the part
+ * that comes after it, if any, is asked for; what no part before has asked for is asked for first. */
+static void NAME(attend_span)(const struct NAME(part) *p, const struct NAME(part) *after, int is_asked_for, float *at) {
     const decode_attention_args *a = p->a;
     int64_t dim = a->k_cache.size[3], group = a->q.size[1] / a->k_cache.size[2], queries = p->queries;
-    const element *found[BLOCK];
-    int64_t memory[2][BLOCK], *places = memory[0], *next = memory[1], heads = p->last - p->head;
-    int64_t code = a->k_cache.code, size = code ? 1 : sizeof(element);
-    int64_t width = width_of_head(dim), kv_heads = a->k_cache.size[2];
+    int64_t memory[3][BLOCK], *places = memory[0], *next = memory[1], *in_room = memory[2], heads = p->last - p->head;
+    int64_t first = p->first, count = least_of(p->end - first, BLOCK), coming;
+    int64_t code = a->k_cache.code, size = code ? 1 : sizeof(element), unseen = p->seen.begin - first;
+    int64_t width = width_of_query(dim), kv_heads = a->k_cache.size[2];
     struct logits of = logits_of(&a->options);
     factor *q = (factor *)carved(&at, heads * queries * width / OF_WORD);
     float *logits = carved(&at, heads * queries * BLOCK);
     float scales[2][PANEL], *widened = carved(&at, code ? BLOCK * dim : 0);
+    locate(places, &p->entries, first, count);
+    if (!is_asked_for) NAME(ask_for_block)(p, places, count, size);
     for (int64_t h = 0; h < heads; h++)
         for (int64_t r = 0; r < queries; r++) {
             const element *from = (const element *)a->q.data + NAME(place_of)(p, p->head + h, r, dim);
-            for (int64_t i = 0; i < width; i += OF_VECTOR)
-                store_words(q + (h * queries + r) * width + i, features_at(from, i, dim));
+            for (int64_t i = 0; i < width; i += LOADED) {
+                uvec words[OF_LOAD];
+                NAME(load_features)(words, from, i, dim);
+                for (int n = 0; n < OF_LOAD; n++)
+                    store_words(q + (h * queries + r) * width + i + n * OF_VECTOR, words[n]);
+            }
         }
-    const char *all_keys = (const char *)a->k_cache.data + p->head * dim * size;
-    const char *all_values = VALUES(a) + p->head * dim * size;
-    int64_t first = p->first, end = p->end, count = least_of(end - first, BLOCK), coming;
-    locate(places, &p->entries, first, count);
-    struct coming begun = {all_keys, all_values, places, count, heads * dim * size, size};
-    ask_in_order(&begun, 2 * count);
-    for (; count > 0; count = coming, first += BLOCK) {
-        coming = first + BLOCK < end ? least_of(end - first - BLOCK, BLOCK) : 0;
-        locate(next, &p->entries, first + BLOCK, coming);
-        struct coming ahead = {all_keys, all_values, next, coming, heads * dim * size, size};
-        int64_t share = (2 * coming + 4 * heads - 1) / (4 * heads); /* of their tokens, with each quarter of a head's work */
-        int64_t unseen = p->seen.begin > first ? p->seen.begin - first : 0; /* by any query: it is not looked at */
+    for (int64_t j = 0; j < BLOCK; j++) in_room[j] = j * dim;
+    for (; first < p->end; first += BLOCK, count = coming, unseen = 0) {
+        const struct NAME(part) *then = first + BLOCK < p->end || !after ? p : after;
+        int64_t begin = then == p ? first + BLOCK : then->first, entry = p->entries.entry, *done = places;
+        coming = least_of(then->end - begin, BLOCK);
+        locate(next, &then->entries, begin, coming);
+        int is_whole = coming == BLOCK && next[BLOCK - 1] - next[0] == (BLOCK - 1) * entry; /* tokens side by side */
+        is_whole = is_whole && then->last - then->head == heads;
+        if (!is_whole) NAME(ask_for_block)(then, next, coming, size);
+        int64_t from = ((is_whole ? next[0] : places[0]) + then->head * dim) * size, of_head = dim * size;
+        struct asked ahead = {0, is_whole ? entry * size : 0, size};
+        if (is_whole && heads * dim == entry) ahead.step = dim * size, of_head = BLOCK * dim * size;
+        int64_t padded = (count + LANES - 1) / LANES * LANES;
+        for (int64_t j = 0; j < unseen; j++) places[j] = places[unseen]; /* what no query sees is not looked at */
+        for (int64_t j = count; j < padded; j++) places[j] = places[count - 1];
         for (int64_t h = 0; h < heads; h++) {
             float *own = logits + h * queries * BLOCK;
-            ask_in_order(&ahead, share);
-            NAME(find_entries)(found, (element *)widened, code, all_keys + h * dim * size, places, unseen, count, dim);
-            NAME(group_dots)(own, q + h * queries * width, found, queries, count, dim);
+            const int64_t *found = places;
+            const void *keys = (const char *)a->k_cache.data + (p->head + h) * dim * size;
+            const void *values = VALUES(a) + (p->head + h) * dim * size;
+            ahead.at = (const char *)a->k_cache.data + from + h * of_head;
+            keys = NAME(entries_of)((element *)widened, code, keys, &found, in_room, padded, dim);
+            NAME(group_dots)(own, q + h * queries * width, keys, found, queries, count, dim, ahead);
             if (a->k_scales.data) {
                 read_scales(scales[0], a->k_scales.data, &p->entries, kv_heads, p->head + h, first, unseen, count);
                 read_scales(scales[1], a->v_scales.data, &p->entries, kv_heads, p->head + h, first, unseen, count);
                 scale_block(own, scales[0], queries);
             }
-            ask_in_order(&ahead, share);
             for (int64_t r = 0; r < queries; r++) {
                 int64_t at = h * queries + r, position = p->seen.position + r / group - first;
                 int64_t window = window_at(of, position + first), end = least_of(position + 1, count);
@@ -277,16 +356,15 @@ static void NAME(attend_span)(const struct NAME(part) *p, float *at) {
                        window >= 0 && position > window ? position - window : 0, end, p->sums + at * width,
                        p->largest + at, p->total + at, width);
             }
-            ask_in_order(&ahead, share);
-            NAME(find_entries)(found, (element *)widened, code, all_values + h * dim * size, places, unseen, count, dim);
-            ask_in_order(&ahead, share);
-            NAME(group_weigh)(p->sums + h * queries * width, (factor *)own, found, queries, count, dim);
+            found = places;
+            values = NAME(entries_of)((element *)widened, code, values, &found, in_room, padded, dim);
+            ahead.at = VALUES(a) + from + h * of_head;
+            NAME(group_weigh)(p->sums + h * queries * width, (factor *)own, values, found, queries, count, dim, ahead);
         }
-        int64_t *done = places;
         places = next, next = done;
     }
-#if IN_PAIRS
-    for (int64_t i = 0; i < heads * queries * width; i += OF_VECTOR) in_order(p->sums + i);
+#if IN_PAIRS || IS_WIDENED
+    for (int64_t i = 0; i < heads * queries * width; i += LOADED) in_order(p->sums + i);
 #endif
 }
 
@@ -375,7 +453,7 @@ static struct NAME(part) NAME(part_of)(const struct sharing *job, int64_t task) 
 static void NAME(attend_heads)(const struct sharing *job, struct NAME(part) part, const struct NAME(part) *after,
                                int is_asked_for) {
     const decode_attention_args *a = job->args;
-    int64_t dim = a->k_cache.size[3], width = width_of_head(dim), queries = part.queries;
+    int64_t dim = a->k_cache.size[3], width = width_of_query(dim), queries = part.queries;
     int64_t count = (part.last - part.head) * queries, room = count * (width + BLOCK) + (a->k_cache.code ? BLOCK * dim : 0);
 #if defined(ELEMENT_BF16) && defined(WITH_TILES)
     struct few_queries few = {0};
@@ -394,7 +472,7 @@ static void NAME(attend_heads)(const struct sharing *job, struct NAME(part) part
     if (NAME(decodes_in_tiles)(a)) attend_span_in_tiles(&part, &few, after, is_asked_for, at);
     else
 #endif
-    NAME(attend_span)(&part, at);
+    NAME(attend_span)(&part, after, is_asked_for, at);
     float *partial = part.is_split ? NAME(partial_of)(job, part.row, part.span) + part.head * queries * (dim + 2) : 0;
     for (int64_t r = 0; r < count; r++) {
         float *sums = part.sums + r * width, whole = part.total[r] > 0.0f ? (float)a->v_scale / part.total[r] : 0.0f;

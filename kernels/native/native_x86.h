@@ -71,6 +71,25 @@ INLINE void write_turned(void *at, int64_t stride, const uvec *given) {
         _mm512_storeu_si512(to + (12 + c) * stride, _mm512_shuffle_i32x4(low_odd, odd, 0xdd));
     }
 }
+
+/* 2^v to about 1 ulp, or where weights become bf16 to 2.4e-4 of it; 1 of 0, 0 of -inf, NaN of NaN. Powers of the sixteenths
+ * come from a table, in the second case their slopes, too: products wait for each multiplication here. */
+static inline vec exp2_lanes(vec v) {
+    const __m512 powers = _mm512_setr_ps(1.0f, 1.04427373f, 1.09050775f, 1.13878858f, 1.18920708f, 1.24185777f, 1.29683959f,
+                                         1.35425556f, 1.41421354f, 1.47682619f, 1.54221082f, 1.61049032f, 1.68179286f,
+                                         1.75625217f, 1.83400810f, 1.91520655f);
+    vec shifted = v + 786432.0f, sixteenths = shifted - 786432.0f, rest = v - sixteenths; /* 1.5 * 2^23 / 16 */
+    vec power = (vec)_mm512_permutexvar_ps((__m512i)shifted, powers);
+#if defined(__AVX512BF16__) && defined(ELEMENT_BF16)
+    const __m512 slopes = _mm512_setr_ps(0.6931472f, 0.7238354f, 0.7558824f, 0.7893481f, 0.8242956f, 0.8607902f, 0.8989007f,
+                                         0.9386984f, 0.9802581f, 1.0236579f, 1.0689791f, 1.1163068f, 1.1657300f, 1.2173412f,
+                                         1.2712375f, 1.3275200f);
+    power += (vec)_mm512_permutexvar_ps((__m512i)shifted, slopes) * rest;
+#else
+    power += power * rest * ((rest * 0.05550411f + 0.24022651f) * rest + 0.69314718f);
+#endif
+    return (vec)_mm512_scalef_ps((__m512)power, (__m512)sixteenths); /* times 2 to the greatest integer below */
+}
 #else
 static inline uvec load_bytes(const void *at) { return (uvec)_mm256_cvtepu8_epi32(_mm_loadl_epi64(at)); }
 
@@ -125,21 +144,6 @@ static inline void store_bf16(uint16_t *at, vec v) {
 
 /* Add to each lane the two products of its pairs. */
 INLINE vec dot_pairs(vec sums, uvec a, uvec b) { return (vec)_mm512_dpbf16_ps((__m512)sums, (__m512bh)a, (__m512bh)b); }
-
-/* 2^v to 2.4e-4 of it, which bf16 does not see; 1 of 0, 0 of -inf, NaN of NaN. Powers of the sixteenths, and their slopes,
- * come from tables: dot products wait for each multiplication here, and for nothing else. */
-static inline vec exp2_lanes(vec v) {
-    const __m512 powers = _mm512_setr_ps(1.0000000f, 1.0442738f, 1.0905077f, 1.1387886f, 1.1892071f, 1.2418578f, 1.2968396f,
-                                         1.3542555f, 1.4142136f, 1.4768261f, 1.5422108f, 1.6104903f, 1.6817928f, 1.7562522f,
-                                         1.8340081f, 1.9152066f);
-    const __m512 slopes = _mm512_setr_ps(0.6931472f, 0.7238354f, 0.7558824f, 0.7893481f, 0.8242956f, 0.8607902f, 0.8989007f,
-                                         0.9386984f, 0.9802581f, 1.0236579f, 1.0689791f, 1.1163068f, 1.1657300f, 1.2173412f,
-                                         1.2712375f, 1.3275200f);
-    vec shifted = v + 786432.0f, sixteenths = shifted - 786432.0f, rest = v - sixteenths; /* 1.5 * 2^23 / 16 */
-    vec power = (vec)_mm512_permutexvar_ps((__m512i)shifted, powers);
-    power += (vec)_mm512_permutexvar_ps((__m512i)shifted, slopes) * rest;
-    return (vec)_mm512_scalef_ps((__m512)power, (__m512)sixteenths); /* times 2 to the greatest integer below */
-}
 
 /* Pairs of what stands in two rows of 16 bits: of the first columns, and of the next. Of 32 columns the first are those in
  * the lower halves of 8 neighbours. */
