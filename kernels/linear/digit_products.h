@@ -233,8 +233,8 @@ INLINE void add_chunk(const int is_packed, const int parts, const int has_mins, 
         for (int64_t part = 0; part < count; part++) {
 #pragma GCC unroll 4
             for (int step = 0; step < PART_STEPS; step++) {
-                __builtin_prefetch(ahead + 128 * step, 0, 2);
-                __builtin_prefetch(ahead + 128 * step + 64, 0, 2);
+                __builtin_prefetch(ahead + 128 * step, 0, 3);
+                __builtin_prefetch(ahead + 128 * step + 64, 0, 3);
                 add_step(is_packed, rows, step, sums, codes, values, stride);
             }
             codes += PART * PANEL / (is_packed ? 2 : 1), values += MANY_DIGITS * PART, ahead += chunk->ahead_of_part;

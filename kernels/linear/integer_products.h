@@ -67,8 +67,8 @@ struct integer_chunk {
     vec scales[MOST_GROUPS][VECTORS], mins[MOST_GROUPS][VECTORS];
     int64_t first, count, span; /* input features, and the first of its spans */
     const uint16_t *packed;     /* its codes where they are, if they are not unpacked */
-    const char *ahead;          /* the packed codes behind it, prefetched while its first rows are multiplied */
-    int64_t ahead_of_part;      /* their bytes for half a block; 0: they have been prefetched */
+    const char *ahead;          /* prefetched: the packed codes behind it by its first rows, then the values of next rows */
+    int64_t ahead_of_part;      /* what lies between those of two parts: packed codes of half a block, or a row's values */
 };
 
 INLINE void ask_for_part(const int bits, const uint16_t *at, const uint16_t *above) {
@@ -164,8 +164,12 @@ static void unpack_chunk(struct integer_chunk *chunk, const struct block_weight 
 /* Add to sums[row][column] of `rows` rows from `first` on what a chunk gives; `has_mins` is a constant. */
 INLINE void add_to_rows(const int has_mins, float *sums, struct integer_chunk *chunk, const struct span_job *job,
                         const struct integer_rows *x, int64_t first, int64_t rows) {
-    for (int64_t row = 0; row < rows; row += TOGETHER, chunk->ahead_of_part = 0)
+    for (int64_t row = 0, next; row < rows; row = next) {
+        next = row + TOGETHER;
         add_rows(has_mins, sums + row * PANEL, chunk, job->weight->span, x, first + row, least_of(TOGETHER, rows - row));
+        chunk->ahead = x->values + (first + next) * x->stride + chunk->first * bytes_of_multiple(0);
+        chunk->ahead_of_part = next + TOGETHER < rows ? x->stride : 0;
+    }
 }
 
 /* sums[row][column] of `rows` rows from `first` on with one panel; there is room for one row more. */
