@@ -235,6 +235,8 @@ def main() -> None:
         sys.exit(_BROKEN_PIPE)
     except Exception as error:
         if interrupts.are_recent():
+            if "--debug" in sys.argv:
+                traceback.print_exc()
             sys.exit(_SIGNALLED + signal.SIGINT)
         is_usage = hasattr(error, "format_message")  # typer's error class is private
         if not (is_usage or isinstance(error, (GraphdecodeError, OSError))):

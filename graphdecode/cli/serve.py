@@ -185,9 +185,14 @@ def _run_loop(main: Coroutine[Any, Any, _Result]) -> _Result:
     """Run a coroutine, which Ctrl-C cancels: asyncio arranges that where Python's own handler is in place."""
     import asyncio
 
-    if callable(signal.getsignal(signal.SIGINT)):
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-    return asyncio.run(main)
+    before = signal.getsignal(signal.SIGINT)
+    if not callable(before):  # it is ignored
+        return asyncio.run(main)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        return asyncio.run(main)
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _print_ready(service: Service, address: str) -> None:

@@ -237,8 +237,9 @@ def resolve_dtype(
 
 def _is_fast_on_cpu(dtype: torch.dtype, compiled: _Compiled) -> bool:
     """Whether a CPU computes in 16 bits as fast as in 32; weights take half the time to read."""
-    if compiled(dtype):
-        return instructions().name != "portable"
+    is_wide = instructions().name == "portable"  # then float32's kernels are those that are needed
+    if compiled(None if is_wide else dtype):
+        return not is_wide
     if dtype != torch.bfloat16:
         return False
     if platform.machine() in ("x86_64", "AMD64"):  # oneDNN also counts emulation by AVX-512

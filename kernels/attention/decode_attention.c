@@ -8,8 +8,6 @@
 #include "decode_tiles.h"
 #include "native.h"
 
-#ifndef GRAPHDECODE_DECODE_ATTENTION
-#define GRAPHDECODE_DECODE_ATTENTION
 #define BLOCK 16 /* keys: what is asked for ahead of its use is not more than some KB */
 #define VALUE_VECTORS (LANES == 8 ? 2 : 4) /* of values, whose sums of four queries stay in registers */
 #define SLACK 8.0f /* of logits above the one that weights refer to */
@@ -107,7 +105,6 @@ static void soften(float *logits, struct logits of, const float *value_scales, i
         store_factors(weights + j, value_scales ? powers[j / LANES] * load_f32(value_scales + j) : powers[j / LANES]);
     *total += sum_lanes(added);
 }
-#endif
 
 /* Entries of the block that is next: each is asked for with one of the block that is here, in the order of memory if they
  * are all heads'. A processor whose requests for the second cache are few fetches more by itself where they come in it. */
@@ -122,7 +119,7 @@ INLINE struct asked asked_from(struct asked next, int64_t j) {
 
 /* Ask for what stands at the `i`th feature of some entries, if a line begins there. */
 INLINE void ask_for_entries(struct asked next, const int count, int64_t i) {
-    if (i * sizeof(element) % 64) return;
+    if (i * next.size % 64) return;
 #pragma GCC unroll 16
     for (int j = 0; j < count; j++) __builtin_prefetch(next.at + j * next.step + i * next.size, 0, 2);
 }

@@ -27,12 +27,7 @@ static void NAME(keep_head)(const struct NAME(kept) *to, int64_t head, const flo
     uint8_t *codes = (uint8_t *)to->at + head * dim;
     if (to->code == CODE_INT8) to->scales[head * to->scale_stride] = store_int8(codes, wide, dim);
     else if (to->code == CODE_FLOAT8_E4M3FN) store_e4m3(codes, wide, to->unit, dim);
-    else {
-        element *at = (element *)to->at + head * dim;
-        int64_t i = 0;
-        for (; i + LANES <= dim; i += LANES) store(at + i, load_f32(wide + i));
-        for (; i < dim; i++) at[i] = narrow(wide[i]);
-    }
+    else write_floats(0, to->at, head * dim, wide, dim);
 }
 
 /* One head, times its norm if a weight is given, rotated over its first 2 * half dimensions. */

@@ -1,8 +1,8 @@
 /* Linear layers over weights in panels; see linear.py for the layouts.
  *
  * A panel is PANEL output features: for each step of input features their weights stand side by side, so that a product
- * reads one stream from its beginning to its end. Up to ROWS rows share what was read. Each sum runs over the input
- * features in order, in one accumulator, whatever the number of rows and threads.
+ * reads one stream from its beginning to its end. Up to ROWS rows share what was read, or many rows what was written of it
+ * as floats. Each sum runs over the input features in order, in one accumulator, whatever the number of rows and threads.
  */
 #include "model/activations.h"
 #include "native.h"
@@ -11,11 +11,11 @@
 #define INT8_STEP 4 /* input features in one 32-bit word: [panel][in / 4][PANEL][4] */
 #define LARGE_RESULT 1048576 /* bytes: about half of an L2 cache */
 #define AHEAD(rows) ((rows) < 2 ? 4096 : 6144) /* bytes of prefetch distance; more delay the lines that are due */
+#define TILES_AHEAD 3072 /* the same for tiles: multiples of a tile's bytes are slower */
 #define BLOCK_IN 256 /* input features of a panel, which as floats stay in the L1 cache while rows are read */
 #define BLOCKS_FROM (LANES == 16 ? 192 : 64) /* rows from which writing floats costs less than it saves */
 #define FLOAT_ROWS (LANES == 16 ? 8 : 6) /* rows whose sums, with FLOAT_VECTORS each, stay in registers */
 #define FLOAT_VECTORS 2
-#define TILES_AHEAD 3072 /* the same for tiles: multiples of a tile's bytes are slower */
 #include "linear/split_tiles.h"
 
 struct product {
@@ -297,7 +297,7 @@ INLINE void widen_block(const int is_int8, float *to, const char *from, int64_t 
 }
 
 /* Items are parts of the rows, each with all panels, or with the pairs of a gate's. A block of a panel is written as floats
- * and multiplied with all rows before the next. */
+ * and multiplied with all rows of the part before the next. */
 INLINE void blocks_of_panels(const int is_int8, const int halves, const struct product *job, int64_t begin, int64_t end) {
     const native_linear_args *a = job->a;
     struct results to = RESULTS(a);
@@ -338,6 +338,11 @@ static void widen_rows(const void *given, int64_t begin, int64_t end) {
                   job->stride);
 }
 
+/* Whether rows are multiplied in blocks: enough of them share a block, though they stay in the L2 cache meanwhile. */
+static inline int are_many(int64_t rows, int64_t in) {
+    return rows >= BLOCKS_FROM && in * BLOCKS_FROM / 2 * (int64_t)sizeof(float) <= TILED_BYTES;
+}
+
 /* Multiply rows as floats with panels in blocks. */
 static void by_blocks(body run, struct product *job, int64_t panels, int64_t threads) {
     int64_t rows = job->a->x.size[0], in = job->a->x.size[1];
@@ -345,6 +350,7 @@ static void by_blocks(body run, struct product *job, int64_t panels, int64_t thr
     job->x = scratch(rows * job->stride);
     int64_t parts = items_of(rows * in * sizeof(float), TILED_BYTES);
     job->together = ((rows + parts - 1) / parts + FLOAT_ROWS - 1) / FLOAT_ROWS * FLOAT_ROWS;
+    parts = (rows + job->together - 1) / job->together;
     parallel(threads, widen_rows, job, rows, items_of(PARALLEL_WORK, in));
     parallel(threads, run, job, parts * panels, items_of(SHARED_WORK, least_of(rows, job->together) * in * PANEL));
 }
@@ -476,8 +482,7 @@ static void split_many(const void *given, int64_t begin, int64_t end) {
 KERNEL(native_linear) {
     int64_t rows = a->x.size[0], in = a->x.size[1], least = items_of(SHARED_WORK, rows * in * PANEL);
     struct product job = {.a = a, .stride = a->x.stride[0]};
-    int is_many = rows >= BLOCKS_FROM;
-    if (a->scales.data && is_many) {
+    if (a->scales.data && are_many(rows, in)) {
         by_blocks(int8_blocks, &job, a->panels.size[0], threads);
     } else if (a->scales.data) {
         job.x = widened(a->x.data, &job.stride, rows, in, INT8_STEP);
@@ -495,7 +500,7 @@ KERNEL(native_linear) {
         parallel(threads, rows > TILE_ROWS ? split_many : split_few, &job, a->panels.size[0], least);
 #endif
 #ifdef WITH_BLOCKS
-    } else if (is_many) {
+    } else if (are_many(rows, in)) {
         by_blocks(linear_blocks, &job, a->panels.size[0], threads);
 #endif
     } else {
@@ -510,7 +515,7 @@ KERNEL(gated_linear) {
     HAND_OVER(both.out, a->out), HAND_OVER(both.x, a->x), HAND_OVER(both.panels, a->panels), HAND_OVER(both.bias, a->bias);
     struct product job = {.a = &both, .stride = a->x.stride[0], .activation = a->activation};
 #ifdef WITH_BLOCKS
-    if (rows >= BLOCKS_FROM) {
+    if (are_many(rows, in)) {
         by_blocks(gated_blocks, &job, a->panels.size[0] / 2, threads);
         return;
     }

@@ -99,8 +99,9 @@ def sets_of_x86(extensions: set[str], *, has_slow_pairs: bool = False) -> Mappin
         wide = ["-mprefer-vector-width=512"] if "avx512" in (*below, name) else []  # the width of the kernels' vectors
         flags_of_set = ("-march=x86-64", *tuned, *flags, *wide)
         found[name] = Instructions(name, flags_of_set)
-    if has_slow_pairs and list(found)[-1] == "avx512_bf16":
-        return {"avx512_bf16": found["avx512_bf16"]} | found
+    *others, fastest = found
+    if has_slow_pairs and fastest == "avx512_bf16":
+        found[others[-1]] = found.pop(others[-1])
     return found
 
 

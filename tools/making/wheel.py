@@ -3,7 +3,7 @@
     tools/make wheel --with-kernels --out dist
 
 Kernels are made for all instruction sets of x86-64 and of 64-bit Arm, as far as there is a compiler: CC for this
-processor's, `aarch64-linux-gnu-gcc` or `x86_64-linux-gnu-gcc` for the other's. A process loads the highest set that its
+processor's, `aarch64-linux-gnu-gcc` or `x86_64-linux-gnu-gcc` for the other's. A process loads the fastest set that its
 processor has. They need a C library that is no older than the one here; elsewhere, and for changed sources, kernels are
 compiled at first use, as without any.
 """
