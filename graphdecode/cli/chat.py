@@ -21,6 +21,7 @@ from graphdecode.cli.options import (
     MODEL_OPTIONS,
     ConfigOption,
     TokenizerOption,
+    ctrl_c_held_back,
     print_error,
     print_message,
     settings_of,
@@ -266,9 +267,10 @@ def chat(
         settings = settings_of(config, **overrides)
         if lora is not None and not settings.max_adapters:
             settings = settings.with_settings(max_adapters=1)
-        from graphdecode import LLM, LoRARequest
-        from graphdecode.memory import collector_spared
-        from graphdecode.text import Conversation, render_chat
+        with ctrl_c_held_back():
+            from graphdecode import LLM, LoRARequest
+            from graphdecode.memory import collector_spared
+            from graphdecode.text import Conversation, render_chat
 
         given = {"seed": settings.seed, **sampling, "max_tokens": max_tokens}
         SamplingParams(**given)  # fails before the model is loaded, as `render_chat` does without a template

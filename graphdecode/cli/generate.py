@@ -19,6 +19,7 @@ from graphdecode.cli.options import (
     ConfigOption,
     ModelOption,
     TokenizerOption,
+    ctrl_c_held_back,
     options_of,
     print_error,
     print_message,
@@ -65,8 +66,9 @@ def generate(
         sampling["logit_bias"] = dict(map(_bias, sampling["logit_bias"]))
     texts = _collect_prompts(prompts or [], prompt or [], prompts_file)
     settings = settings_of(config, **overrides)
-    from graphdecode import LLM
-    from graphdecode.memory import collector_spared
+    with ctrl_c_held_back():
+        from graphdecode import LLM
+        from graphdecode.memory import collector_spared
 
     given = {"seed": settings.seed, **sampling, "max_tokens": max_tokens}
     requested = SamplingParams(**given)  # fails before the model is loaded

@@ -6,8 +6,10 @@ import dataclasses
 import functools
 import inspect
 import os
+import signal
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import NoneType
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
@@ -134,6 +136,16 @@ def _annotated(field: dataclasses.Field[Any], hint: Any) -> Any:
     metavar = option.metavar or (_REPEATED.get(kind) if get_origin(kind) is list else None)
     shown_default = False if option.default is None else option.default
     return Annotated[kind | None, typer.Option(*flags, metavar=metavar, help=option.help, show_default=shown_default)]
+
+
+@contextmanager
+def ctrl_c_held_back() -> Iterator[None]:
+    """Hold Ctrl-C back while modules are imported: some drop it in C, as torch does while it imports numpy."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT,))
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def with_options(name: str, configs: tuple[type, ...], *fields: str) -> _Decorator:

@@ -21,6 +21,7 @@ from graphdecode.cli.options import (
     ConfigOption,
     ModelOption,
     TokenizerOption,
+    ctrl_c_held_back,
     print_error,
     print_message,
     settings_of,
@@ -67,10 +68,11 @@ def service_maker(
     model: str, tokenizer: str | None, settings: EngineConfig, server_config: ServerConfig
 ) -> Callable[[], Service]:
     """Return a picklable factory of a model's service; for arguments and errors see `find_checkpoint`."""
-    from graphdecode import __version__
-    from graphdecode.models import generation_defaults
-    from graphdecode.server.service import Service
-    from graphdecode.text.chat import read_template, render_chat
+    with ctrl_c_held_back():
+        from graphdecode import __version__
+        from graphdecode.models import generation_defaults
+        from graphdecode.server.service import Service
+        from graphdecode.text.chat import read_template, render_chat
 
     checkpoint = find_checkpoint(model, tokenizer, settings)
     if server_config.chat_template is not None:
