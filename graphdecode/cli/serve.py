@@ -154,8 +154,9 @@ def _run(
 ) -> None:
     import logging
 
-    from graphdecode.server.app import make_app
-    from graphdecode.server.run import bind, run
+    with ctrl_c_held_back():
+        from graphdecode.server.app import make_app
+        from graphdecode.server.run import bind, run
 
     logging.basicConfig(format="%(levelname)s: %(message)s")
     logging.getLogger("graphdecode.server").setLevel(logging.INFO)

@@ -98,7 +98,11 @@ static void soften(float *logits, struct logits of, const float *value_scales, i
     }
     vec powers[BLOCK / LANES];
     for (int64_t j = 0; j < padded; j += LANES) {
-        powers[j / LANES] = power_of(load_f32(logits + j) * scale - top);
+        vec scaled = load_f32(logits + j) * scale;
+#if LANES == 16
+        __asm__("" : "+v"(scaled)); /* rounded as `top` is, so that the largest has a weight of 1 */
+#endif
+        powers[j / LANES] = power_of(scaled - top);
         added += powers[j / LANES];
     }
     for (int64_t j = 0; j < padded; j += LANES)

@@ -116,9 +116,8 @@ INLINE void panel_step(const int count, panel_sums *sums, const float *x, int64_
 
 /* Write a row as floats, padded with zeros. */
 static void widen_row(float *to, const element *from, int64_t count, int64_t padded) {
-    int64_t i = 0;
-    for (; i + LANES <= count; i += LANES) store_f32(to + i, load(from + i));
-    for (; i < padded; i++) to[i] = i < count ? widen(from[i]) : 0.0f;
+    read_floats(to, 0, from, 0, count);
+    for (int64_t i = count; i < padded; i++) to[i] = 0.0f;
 }
 
 /* Return the rows in the type that products take, each padded with zeros to a multiple of `multiple` features: in the

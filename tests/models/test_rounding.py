@@ -26,9 +26,8 @@ BOUNDS = {  # mean |difference of log-probability|: with compiled kernels, and w
     ("gemma2", "bfloat16"): (0.008, 0.0098),
     ("qwen3-moe", "bfloat16"): (0.0092, 0.0116),
 }
-IN_TILES = {
-    ("qwen3-moe", "bfloat16"): 0.0102
-}  # matrix tiles take a decode step's attention weights in one bf16, not two
+# matrix tiles take a decode step's attention weights in one bf16, not two
+IN_TILES = {("qwen3-moe", "bfloat16"): 0.0102}
 
 
 def exact_logits(folder: Path, dtype: torch.dtype) -> list[Tensor]:
