@@ -14,7 +14,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from graphdecode.kernels.linear.quantized_linear import BLOCK, LEAST_GROUP, Numbers, QuantizedPanels, quantized_panels
+from graphdecode.kernels.linear.pack_codes import BLOCK
+from graphdecode.kernels.linear.quantized_linear import LEAST_GROUP, Numbers, QuantizedPanels, quantized_panels
 from graphdecode.kernels.linear.weight_tiles import WeightTiles, can_tile, tiled
 from graphdecode.linear.quantized_weight import QuantizedWeight
 from graphdecode.linear.weight_form import Shard

@@ -370,11 +370,13 @@ def load_model(
     config = source.config() if folder is None else folder.config
     if folder is not None and shared is not None:
         split_config(config, shared.count)  # raises
+    chosen = resolve_dtype(dtype, config.dtype, device, integer_quantized=config.integer_quantized)
+    if device.type == "cpu":
+        native.library(chosen)  # starts all compilations at the same time
     if dequantizes:
         quantize = None
     elif quantize is None and folder is None and _has_blocks(source, device, native.library):
         quantize = "gguf"
-    chosen = resolve_dtype(dtype, config.dtype, device, integer_quantized=config.integer_quantized)
     tuner = LinearTuner(num_parameters(config) * chosen.itemsize, ChoiceCache())
     options = FormOptions(device, chosen, tuner, batch_sizes, quantize, batch_invariant)
     options = _checked_options(options, config, quantize_group_size)
@@ -426,7 +428,6 @@ def _checked_options(options: FormOptions, config: ModelShape, group_size: int |
     """Return options with the form that `quantize` selects; raise ArgumentError if there is none."""
     device, sizes, quantize = options.device, options.batch_sizes, options.quantize
     if device.type == "cpu":
-        native.library(options.dtype)  # starts all compilations at the same time
         # one form serves all buckets: measure the smallest and the largest
         options = replace(options, batch_sizes=tuple(sorted({min(sizes), max(sizes)})))
     has_experts = isinstance(config, ModelConfig) and config.experts is not None

@@ -1,7 +1,6 @@
 /* The lengths that a decode step attends over; see attention_plan.py. Nothing is split on a CPU. */
 #include "native.h"
 
-#ifdef ELEMENT_F32
 KERNEL(attention_plan) {
     (void)threads;
     int64_t rows = least_of(a->pre_step_seqlens.size[0], a->kv_lens.size[0]), live = live_of(a->live_rows.data, rows);
@@ -10,4 +9,3 @@ KERNEL(attention_plan) {
         a->kv_lens.data[row] = (int32_t)least_of(length, INT32_MAX);
     }
 }
-#endif

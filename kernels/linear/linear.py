@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..model.act_mul import ACTIVATIONS, gated
 from ..native.instructions import instructions
-from ..native.library import ELEMENTS, fits
+from ..native.library import ELEMENTS, library
 from ..native.registration import AnyElement, Wide, Written, operator
 
 _CONVERTED = 1 << 20  # weight values converted at a time, which stay in the cache until they are multiplied
@@ -59,7 +59,7 @@ _STEPS = {torch.float32: 1, torch.float16: 1, torch.bfloat16: 2, torch.int8: 4} 
 
 def can_panel(weight: Tensor) -> bool:
     """Whether a weight can be put in panels: a 32- or 16-bit float on a CPU with compiled kernels."""
-    return weight.dtype in ELEMENTS and fits(weight)
+    return weight.is_cpu and weight.dtype in ELEMENTS and library(weight.dtype, "linear") is not None
 
 
 def to_panels(weight: Tensor) -> Tensor:

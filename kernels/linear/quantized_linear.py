@@ -4,11 +4,7 @@ A weight has codes of 2 to 6 or 8 bits: indices into a table of integers, or flo
 has a scale per output feature, and perhaps a minimum: weight = scale * value + minimum. Both may be int8 times a factor
 that adjacent groups share. This covers GGUF blocks, and integers and float8 with the usual groups.
 
-A panel is 32 output features, a block 32 input features. Layout of codes: int16 `[panels, blocks, 64 * bits]`. The low
-bits of all codes of a block come first (8, 4 or 2 per code), then the higher bits (2 or 1). Each of these parts has
-rows of 32 words. The lowest bits of a row's words hold two input features of 16 output features, one input feature in
-the even words, the next in the odd words; the next bits hold the same for the panel's other half, and then two further
-input features. Scales and minima: `[panels, groups, 32]`.
+Codes are in the layout of `pack_codes`. Scales and minima: `[panels, groups, 32]`, of a panel's 32 output features.
 
 Weights are not rounded. Rows of bf16 and fp16 are multiplied as integers (AVX2 and up; with AMX, bf16 by tiles): an
 activation has a sign and 15 bits relative to the largest of its group, or 23 for one or two rows (AVX-512's VNNI and
@@ -24,9 +20,8 @@ import torch
 from torch import Tensor
 
 from ..native.registration import AnyElement, OneOf, Wide, Written, operator
+from .pack_codes import BLOCK, PANEL, codes_of, pack_codes, whole_panels
 
-PANEL = 32
-BLOCK = 32  # input features of a block
 LEAST_GROUP = 16
 _SCALE_DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32"}
 
@@ -98,18 +93,11 @@ def joined_panels(parts: Sequence[QuantizedPanels], *, interleaved: bool = False
     return first._replace(**joined)
 
 
-def _padded(by_row: Tensor) -> Tensor:
-    missing = -len(by_row) % PANEL
-    return by_row if not missing else torch.cat((by_row, by_row.new_zeros(missing, *by_row.shape[1:])))
-
-
 def _rows_by_panel(numbers: Tensor | None) -> Any:
     """Return [out_features, groups], if any, as [panels, groups, 32]."""
-    return None if numbers is None else _padded(numbers).view(-1, PANEL, numbers.shape[1]).transpose(1, 2).contiguous()
-
-
-def _low_bits(bits: int) -> int:
-    return next(low for low in (8, 4, 2) if low <= bits)
+    if numbers is None:
+        return None
+    return whole_panels(numbers).view(-1, PANEL, numbers.shape[1]).transpose(1, 2).contiguous()
 
 
 def _packed(codes: Tensor, bits: int) -> Tensor:
@@ -119,55 +107,6 @@ def _packed(codes: Tensor, bits: int) -> Tensor:
     words = torch.empty(-(-rows // PANEL), blocks, BLOCK * PANEL * bits // 16, dtype=torch.int16)
     pack_codes(words, by_block, bits)
     return words
-
-
-@operator(is_compiled=lambda codes: codes.stride(2) == 1)
-def pack_codes(out: Written[AnyElement], codes: AnyElement, bits: int) -> None:
-    """Write codes as words of panels; output features that fill the last panel are zeros. Only on a CPU.
-
-    Args:
-        out: int16 [panels, blocks, 64 * bits].
-        codes: uint8 [out_features, blocks, 32], or of 4 bits [out_features, blocks, 16], two per byte.
-        bits: bits of a code.
-    """
-    low = _low_bits(bits)
-    if codes.shape[2] < BLOCK:
-        codes = torch.cat((codes & 15, codes >> 4), dim=2)
-    pairs = _padded(codes.flatten(1)).contiguous().view(torch.int16).view(-1, 2, PANEL // 2, codes.shape[1], BLOCK // 2)
-    in_order = pairs.permute(0, 3, 4, 1, 2).contiguous().view(torch.uint8).view(*out.shape[:2], BLOCK, PANEL)
-    if low == bits:
-        out.copy_(_plane(in_order, bits))
-        return
-    out.copy_(torch.cat((_plane(in_order & ((1 << low) - 1), low), _plane(in_order >> low, bits - low)), dim=2))
-
-
-def _plane(codes: Tensor, bits: int) -> Tensor:
-    """Return the words of a number of bits [panels, blocks, places, 32], lowest bits first."""
-    eights = codes.view(torch.int64).view(*codes.shape[:2], -1, 2, 8 // bits, PANEL // 8)  # codes stay in their bytes
-    halves = eights[..., 0, :]
-    for place in range(1, 8 // bits):
-        halves = halves | eights[..., place, :] << (place * bits)
-    words = halves.contiguous().view(torch.uint8)
-    return (words[..., 1, :].to(torch.int16) << 8 | words[..., 0, :]).flatten(2)
-
-
-def codes_of(panels: Tensor) -> Tensor:
-    """Return the codes [panels * 32, in_features] of a weight's panels, int32."""
-    num_panels, blocks, words = panels.shape
-    bits = words * 16 // (BLOCK * PANEL)
-    low = _low_bits(bits)
-    stored = panels.int()
-    codes = _places(stored[..., : low * 64], low)
-    if low < bits:
-        codes |= _places(stored[..., low * 64 :], bits - low) << low
-    by_place = codes.view(num_panels, blocks, BLOCK // 2, 2, PANEL // 2, 2).permute(0, 3, 4, 1, 2, 5)
-    return by_place.reshape(num_panels * PANEL, blocks * BLOCK)
-
-
-def _places(words: Tensor, bits: int) -> Tensor:
-    shifts = torch.arange(0, 16, bits, dtype=torch.int32)[:, None]
-    in_word = words.view(*words.shape[:2], -1, 1, PANEL) >> shifts & ((1 << bits) - 1)
-    return in_word.view(*words.shape[:2], BLOCK, PANEL)
 
 
 def dequantized_panels(weight: QuantizedPanels) -> Tensor:

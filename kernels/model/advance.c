@@ -1,7 +1,6 @@
 /* A batch takes its sampled tokens, and is ready for the next step; see advance.py. */
 #include "native.h"
 
-#ifdef ELEMENT_F32
 KERNEL(advance) {
     (void)threads;
     int64_t ring_rows = a->ring_tokens.size[1], rows = least_of(a->tokens.size[0], ring_rows);
@@ -39,4 +38,3 @@ KERNEL(advance) {
     *a->running.data = running;
     ++*a->step_index.data;
 }
-#endif

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from ..linear.linear import to_panels
-from ..linear.quantized_linear import PANEL, QuantizedPanels, are_blocks_of, by_panel, dequantized_panels
+from ..linear.pack_codes import PANEL
+from ..linear.quantized_linear import QuantizedPanels, are_blocks_of, by_panel, dequantized_panels
 from ..linear.small_linear import SmallLinearConfig, block_rows
 from ..linear.tiled_linear import TileMeta, Words, tiled_sums
 from ..linear.weight_tiles import WeightTiles, columns_of, dequantized

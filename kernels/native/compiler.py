@@ -3,12 +3,12 @@
 import errno
 import os
 import platform
+import select
 import shlex
 import shutil
 import signal
 import subprocess
 import time
-from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -75,23 +75,23 @@ class Compiler(NamedTuple):
             raise NotCompiled(f"{problem}: install it, or name one in CC") from error
 
     def compile(self, texts: Mapping[Path, str], options: list[str]) -> None:
-        """Compile source texts to libraries in parallel; all files stay in their folders.
+        """Compile source texts to libraries in parallel, in this order; all files stay in their folders.
 
         Raises:
             NotCompiled: the compiler fails or takes too long.
             OSError: a folder is full.
         """
         end, cores = time.monotonic() + COMPILE_SECONDS, system.num_cores()
-        running: deque[subprocess.Popen[str]] = deque()
+        running: list[subprocess.Popen[str]] = []
         try:
             for made, text in texts.items():
                 source = made.with_suffix(".c")
                 source.write_text(text, encoding="utf-8")
                 if len(running) == cores:
-                    self._finish(running.popleft(), end)
+                    self._finish_one(running, end)
                 running.append(self._started([*options, "-shared", "-x", "c", "-", "-lm", "-o", str(made)], source))
             while running:
-                self._finish(running.popleft(), end)
+                self._finish_one(running, end)
         finally:
             for process in running:
                 _stop(process)
@@ -104,8 +104,11 @@ class Compiler(NamedTuple):
                 env={**_environment(), "TMPDIR": str(source.parent)},
             )  # fmt: skip
 
-    def _finish(self, process: subprocess.Popen[str], end: float) -> None:
-        """Wait for a compiler; raise NotCompiled with its message if it fails or times out."""
+    def _finish_one(self, running: list[subprocess.Popen[str]], end: float) -> None:
+        """Wait for the first compiler that ends or says something; raise NotCompiled if it fails or times out."""
+        messages = [process.stderr for process in running if process.stderr is not None]
+        told, *_ = select.select(messages, [], [], max(end - time.monotonic(), 0))
+        process = running.pop(messages.index(told[0]) if told else 0)
         try:
             _, output = process.communicate(timeout=max(end - time.monotonic(), 0))
         except subprocess.TimeoutExpired:

@@ -2,8 +2,8 @@
 
 The kernels in `*.c` read at memory bandwidth, and a recorded step runs a list of them in one call. They share work
 among their own threads (`native_threads.h`), as many as torch has. The source text is the structs of the arguments,
-generated from the operators' signatures, and the sources. Each element type has its own library, made when first
-needed; float32's has what all share.
+generated from the operators' signatures, and the sources. Each part of the kernels (`PARTS`) has a library for each
+element type, made when first needed, several in parallel; the base's of float32 has what all share.
 
 Wheels of `tools/make wheel --with-kernels` include compiled kernels. Otherwise the C compiler compiles them. Files are
 named by a digest of the sources that this process started with, so that others are never loaded. If the sources have
@@ -31,7 +31,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from .compiler import COMPILE_SECONDS, PORTABLE_FLAGS, Compiler, NotCompiled
 from .instructions import Instructions, instructions
@@ -63,31 +62,42 @@ def declare(operator: Any, constants: dict[str, int]) -> None:
             raise ValueError(f"{constant} is {_CONSTANTS[constant]} for one kernel and {value} for another")
 
 
+def part_of(module: str, *, has_element: bool) -> str:
+    """Return the part of an operator's kernel, by the operator's module; without an element type it is in the base."""
+    place = "/".join(module.split(".")[-2:])
+    return next(part for part, begins in PARTS.items() if place.startswith(begins)) if has_element else BASE
+
+
 def include_flags() -> list[str]:
     """Return the compiler's include options."""
     return [f"-I{FOLDER}", f"-I{FOLDER.parent}"]
 
 
-def source_text(kind: str) -> str:
-    """Return the source text of the kernels for an element type, without its includes."""
-    sources = sorted(FOLDER.parent.glob("*/*.c"))
-    for source in sources:
-        importlib.import_module(f"{_PACKAGE}.{source.parent.name}.{source.stem}")
+def source_text(kind: str, part: str | None = None) -> str:
+    """Return the source text of the kernels for an element type, of one part or all, without its includes."""
+    has_shared = (kind, part or BASE) == _FIRST
+    includes = []
+    for source in sorted(FOLDER.parent.glob("*/*.c")):
+        module = importlib.import_module(f"{_PACKAGE}.{source.parent.name}.{source.stem}")
+        operators = [each for each in _DECLARED.values() if each.module == module.__name__]
+        if any(part in (None, each.part) and (each.has_element or has_shared) for each in operators):
+            includes.append(f'#include "{source.parent.name}/{source.name}"\n')
     codes = {f"CODE_{str(dtype).removeprefix('torch.')}".upper(): value for dtype, value in CODES.items()}
     named = _CONSTANTS | codes | {"CODE_WIDE": WIDE_CODE}
     constants = ", ".join(f"{name} = {value}" for name, value in sorted(named.items()))
     declared = [_DECLARED[name] for name in sorted(_DECLARED)]
     records = {name: text for each in declared for name, text in each.c_records.items()}
     structs = "".join([*(records[name] for name in sorted(records)), *(each.c_struct for each in declared)])
-    includes = "".join(f'#include "{source.parent.name}/{source.name}"\n' for source in sources)
-    shared = "" if kind == _FIRST else "#define SHARED_ELSEWHERE\n"
+    shared = "" if has_shared else "#define SHARED_ELSEWHERE\n"
     given = f'#define ELEMENT_{kind.upper()}\n{shared}enum {{ {constants} }};\n#include "native.h"\n{structs}'
-    return f"{given}{includes}{_END if kind == _FIRST else ''}"
+    return f"{given}{''.join(includes)}{_END if has_shared else ''}"
 
 
 LANES = 16  # values per vector
 ELEMENTS = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
-_FIRST = ELEMENTS[torch.float32]  # its library has what all share
+BASE = "base"
+# parts of the kernels, the one that takes longest to compile first, and how the places of their sources begin
+PARTS = {"linear": ("linear/", "moe/expert"), "attention": ("attention/", "cache/"), BASE: ("",)}
 _SHARED = ("parallel", "choose_token")
 SWITCH = "GRAPHDECODE_NATIVE"
 _SILENT_SECONDS = 1
@@ -97,8 +107,18 @@ _LOADING = threading.Lock()  # two threads must not compile at the same time
 _LOG = logging.getLogger("graphdecode")
 
 
+class Unit(NamedTuple):
+    """What is compiled to a library: a part of the kernels, for an element type."""
+
+    kind: str
+    part: str = BASE
+
+
+_FIRST = Unit(ELEMENTS[torch.float32])  # its library has what all share
+
+
 class LoadedLibrary(NamedTuple):
-    """The library of an element type and its origin, or why there is none."""
+    """The library of a unit and its origin, or why there is none."""
 
     library: ctypes.CDLL | None
     file: Path | None
@@ -106,7 +126,7 @@ class LoadedLibrary(NamedTuple):
     reason: str | None
 
 
-LOADED: dict[str, LoadedLibrary] = {}  # by element type
+LOADED: dict[Unit, LoadedLibrary] = {}
 
 
 @contextmanager
@@ -119,23 +139,25 @@ def switched_off() -> Iterator[None]:
         _SWITCHED_OFF.reset(token)
 
 
-def fits(*tensors: Tensor | None) -> bool:
-    """Whether kernels support these tensors: one element type, in host memory; None counts as supported."""
-    given = [tensor for tensor in tensors if tensor is not None]
-    dtype = given[0].dtype
-    return dtype in ELEMENTS and all(t.dtype == dtype and t.is_cpu for t in given) and library(dtype) is not None
-
-
-def library(element: torch.dtype | None = None) -> ctypes.CDLL | None:
+def library(element: torch.dtype | None = None, part: str | None = None) -> ctypes.CDLL | None:
     """Return the compiled kernels, compiled at the first call; None if unavailable or switched off.
 
     Args:
-        element: the element type; None: kernels without one, which are in float32's library.
+        element: the element type; None: kernels without one, which are in the base's library of float32.
+        part: a part of them; None: all, of which the base's library is returned.
 
     Raises:
         MissingInstructions: GRAPHDECODE_ISA names an instruction set that this processor lacks.
     """
-    return None if _SWITCHED_OFF.get() else _load(element).library
+    if _SWITCHED_OFF.get():
+        return None
+    if part is not None or element is None:
+        return _load(_unit(element, part or BASE)).library
+    return _load(*(_unit(element, each) for each in PARTS)).library
+
+
+def _unit(element: torch.dtype | None, part: str) -> Unit:
+    return Unit(ELEMENTS[element or torch.float32], part)
 
 
 def why_not() -> str | None:
@@ -156,12 +178,12 @@ def describe() -> str:
 
 def is_expected(element: torch.dtype | None) -> bool:
     """Whether `library` is expected to succeed, without compiling: there are included kernels, or a compiler."""
-    kind = ELEMENTS[element or torch.float32]
-    loaded = LOADED.get(kind)
+    unit = _unit(element, BASE)
+    loaded = LOADED.get(unit)
     if loaded is not None:
         return loaded.library is not None
     try:
-        return os.environ.get(SWITCH) != "0" and (_carried_file(kind).exists() or bool(Compiler.found()))
+        return os.environ.get(SWITCH) != "0" and (_carried_file(unit).exists() or bool(Compiler.found()))
     except NotCompiled:
         return False
 
@@ -177,7 +199,8 @@ def kernel(name: str, element: torch.dtype | None) -> Any:
     Raises:
         RuntimeError: there are no compiled kernels here.
     """
-    return _function(f"{name}_{ELEMENTS[element or torch.float32]}", element)
+    unit = _unit(element, _DECLARED[name].part)
+    return _function(f"{name}_{unit.kind}", unit)
 
 
 @functools.cache
@@ -186,8 +209,8 @@ def run_all() -> Any:
     return _function("run_all")
 
 
-def _function(name: str, element: torch.dtype | None = None) -> Any:
-    loaded = _load(element)
+def _function(name: str, unit: Unit = _FIRST) -> Any:
+    loaded = _load(unit)
     if loaded.library is None:
         raise RuntimeError(f"there are no compiled kernels here: {loaded.reason}")
     function = getattr(loaded.library, name)
@@ -195,35 +218,38 @@ def _function(name: str, element: torch.dtype | None = None) -> Any:
     return function
 
 
-def _load(element: torch.dtype | None = None) -> LoadedLibrary:
-    kind = ELEMENTS[element or torch.float32]
-    if kind not in LOADED:
+def _load(*units: Unit) -> LoadedLibrary:
+    """Load units that are not loaded yet, and return the last one's library."""
+    if not units:
+        units = (_FIRST,)
+    if not all(unit in LOADED for unit in units):
         with _LOADING:
-            if kind not in LOADED:
-                LOADED.update(_made_or_not([each for each in dict.fromkeys((_FIRST, kind)) if each not in LOADED]))
-    return LOADED[kind]
+            if missing := [unit for unit in dict.fromkeys((*units, _FIRST)) if unit not in LOADED]:
+                LOADED.update(_made_or_not(missing))
+    return LOADED[units[-1]]
 
 
-def _made_or_not(kinds: list[str]) -> dict[str, LoadedLibrary]:
-    """Return the libraries of element types that are not loaded yet, or why there are none."""
+def _made_or_not(units: list[Unit]) -> dict[Unit, LoadedLibrary]:
+    """Return the libraries of units that are not loaded yet, or why there are none."""
     reason = f"{SWITCH} is 0"
     if os.environ.get(SWITCH) != "0":
         try:
             check_sources()
-            return _carried(kinds) or _compiled(kinds)
+            return _carried(units) or _compiled(units)
         except (NotCompiled, OSError) as error:
             reason = str(error)
             _LOG.warning(
                 "graphdecode: steps will take many times as long, for there are no compiled kernels: %s "
                 "(%s=0 does without them and says nothing)", " ".join(reason.split()), SWITCH,
             )  # fmt: skip
-    return {kind: LoadedLibrary(None, None, None, reason) for kind in ELEMENTS.values() if kind not in LOADED}
+    every = (Unit(kind, part) for kind in ELEMENTS.values() for part in PARTS)
+    return {unit: LoadedLibrary(None, None, None, reason) for unit in every if unit not in LOADED}
 
 
-def carried_name(made_for: Instructions, kind: str) -> str:
+def carried_name(made_for: Instructions, unit: Unit) -> str:
     """Return the file name of included kernels: instruction set, and a digest of system, options and sources."""
     options = [option for option in made_for.flags if option != "-mtune=native"]  # adds no instructions
-    return f"{made_for.name}-{_digest([sys.platform, *options, *PORTABLE_FLAGS])}-{kind}.so"
+    return f"{made_for.name}-{_digest([sys.platform, *options, *PORTABLE_FLAGS])}-{unit.part}-{unit.kind}.so"
 
 
 def _digest(parts: Sequence[str]) -> str:
@@ -252,40 +278,41 @@ def check_sources() -> None:
         raise NotCompiled(f"the kernels' sources in {FOLDER.parent} have changed since this process started")
 
 
-def _carried_file(kind: str) -> Path:
-    return CARRIED / carried_name(instructions(), kind)
+def _carried_file(unit: Unit) -> Path:
+    return CARRIED / carried_name(instructions(), unit)
 
 
-def _carried(kinds: list[str]) -> dict[str, LoadedLibrary]:
+def _carried(units: list[Unit]) -> dict[Unit, LoadedLibrary]:
     """Load the included libraries; none if one is missing or needs a newer system."""
     if not CARRIED.is_dir():
         return {}
-    files = {kind: _carried_file(kind) for kind in kinds}
+    files = {unit: _carried_file(unit) for unit in units}
     if not all(file.exists() for file in files.values()):
         return {}
     try:
-        loaded = {kind: ctypes.CDLL(str(file)) for kind, file in files.items()}
+        loaded = {unit: ctypes.CDLL(str(file)) for unit, file in files.items()}
     except OSError as error:
         _LOG.warning("graphdecode: the kernels that the package carries cannot be loaded here (%s)", error)
         return {}
     _share(loaded)
-    return {kind: LoadedLibrary(loaded[kind], files[kind], None, None) for kind in kinds}
+    return {unit: LoadedLibrary(loaded[unit], files[unit], None, None) for unit in units}
 
 
-def _share(loaded: Mapping[str, ctypes.CDLL]) -> None:
+def _share(loaded: Mapping[Unit, ctypes.CDLL]) -> None:
     """Connect libraries to the first one, which has what all share."""
     first = loaded[_FIRST] if _FIRST in loaded else LOADED[_FIRST].library
-    for kind, library in loaded.items():
-        for name in _SHARED if kind != _FIRST else ():
-            getattr(library, f"share_{name}")(ctypes.cast(getattr(first, name), ctypes.c_void_p))
+    for unit, library in loaded.items():
+        for name in _SHARED if unit != _FIRST else ():
+            if (share := getattr(library, f"share_{name}", None)) is not None:
+                share(ctypes.cast(getattr(first, name), ctypes.c_void_p))
 
 
-def _compiled(kinds: list[str]) -> dict[str, LoadedLibrary]:
+def _compiled(units: list[Unit]) -> dict[Unit, LoadedLibrary]:
     """Load compiled libraries; missing ones are compiled in parallel."""
     compiler = Compiler.found()
     options = include_flags()
     digest = _digest([*compiler.command, *options, compiler.processor, compiler.version])
-    named = {kind: f"{digest}-{kind}.so" for kind in kinds}
+    named = {unit: f"{digest}-{unit.part}-{unit.kind}.so" for unit in units}
     problems: list[str] = []
     temporary = Path(tempfile.gettempdir()) / f"graphdecode-{os.geteuid()}"
     for place in (lambda: cache_folder() / "native", lambda: temporary):
@@ -294,7 +321,7 @@ def _compiled(kinds: list[str]) -> dict[str, LoadedLibrary]:
             path = place()
             with closing(PrivateFolder(path)) as folder:
                 _make_missing(folder, named, compiler, options)
-                loaded = {kind: _opened(folder, name) for kind, name in named.items()}
+                loaded = {unit: _opened(folder, name) for unit, name in named.items()}
         except OSError as error:  # not writable, or mounted noexec
             problems.append(f"{path}: {error}")
             continue
@@ -302,7 +329,7 @@ def _compiled(kinds: list[str]) -> dict[str, LoadedLibrary]:
             _LOG.warning("graphdecode: compiled kernels are kept in %s (%s; %s names a better folder)", path,
                          "; ".join(problems), FOLDER_VARIABLE)  # fmt: skip
         _share(loaded)
-        return {kind: LoadedLibrary(loaded[kind], Path(path) / named[kind], compiler, None) for kind in kinds}
+        return {unit: LoadedLibrary(loaded[unit], Path(path) / named[unit], compiler, None) for unit in units}
     raise OSError(
         f"no folder for compiled kernels can be written ({'; '.join(problems)}); {FOLDER_VARIABLE} names another"
     )
@@ -315,14 +342,14 @@ def _opened(folder: PrivateFolder, name: str) -> ctypes.CDLL:
     return opened_library(descriptor)
 
 
-def _make_missing(folder: PrivateFolder, named: dict[str, str], compiler: Compiler, options: list[str]) -> None:
+def _make_missing(folder: PrivateFolder, named: dict[Unit, str], compiler: Compiler, options: list[str]) -> None:
     """Compile a folder's missing libraries, or wait for another process that does."""
     if all(map(folder.holds, named.values())):
         return
     with folder.locked(_WAIT_SECONDS):
-        missing = {kind: name for kind, name in named.items() if not folder.holds(name)}
+        missing = {unit: name for unit, name in named.items() if not folder.holds(name)}
         with folder.scratch() as scratch, _announced():
-            compiler.compile({scratch / name: source_text(kind) for kind, name in missing.items()}, options)
+            compiler.compile({scratch / name: source_text(*unit) for unit, name in missing.items()}, options)
             check_sources()  # what was compiled has the name of what was imported
             for name in missing.values():
                 folder.put(scratch / name, name)

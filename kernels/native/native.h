@@ -1,6 +1,6 @@
 /* What the CPU kernels share: vectors of floats, bf16 and fp16, the exponential, and how arguments arrive.
  *
- * All kernels are compiled once for each element type, in a library of its own: ELEMENT_F32, ELEMENT_BF16 or ELEMENT_F16 is
+ * All kernels are compiled once for each element type, in libraries of its own: ELEMENT_F32, ELEMENT_BF16 or ELEMENT_F16 is
  * defined, and NAME() gives a function its type's ending. Vectors are GCC's and Clang's own. What a family of processors
  * does in fewer instructions stands in a header of its own: native_x86.h, native_arm.h. Sums run in an order that depends on
  * the row alone: not on how many rows there are, which other rows, or how many threads.

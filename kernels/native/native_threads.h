@@ -45,7 +45,7 @@ static inline void pause_core(void) {
 #endif
 }
 
-/* Of a process's libraries, one per element type, float32's owns the shared state; the others get pointers to it. */
+/* Of a process's libraries, the base's of float32 owns the shared state; the others get pointers to it. */
 #define SHARED(function) void share_##function(void *given) { function = given; }
 
 #ifdef SHARED_ELSEWHERE

@@ -143,6 +143,8 @@ class Signature:
         parameters: the function's arguments.
         fields: the flattened arguments, for the dispatcher and C.
         has_element: whether tensors share an element type.
+        module: the function's module.
+        part: the part of the compiled kernels that it belongs to.
 
     Raises:
         ValueError: two fields have the same name.
@@ -159,6 +161,8 @@ class Signature:
         if len(set(names)) < len(names):
             raise ValueError(f"{self.name} has two arguments of one name among {', '.join(names)}")
         self.has_element = any(field.kind is Tensor and field.dtype in (None, _WIDE) for field in self.fields)
+        self.module = function.__module__
+        self.part = library.part_of(self.module, has_element=self.has_element)
         codes = "".join(_codes(field) for field in self.fields)
         self._layout = struct.Struct(f"@{codes}")
 
@@ -373,7 +377,7 @@ def _native(signature: Signature, serves: Callable[..., bool] | None, *arguments
     packed = None if serves is not None and not serves(*arguments) else signature.packed(arguments)
     if packed is None or (signature.has_element and packed[1] not in library.ELEMENTS):
         return None
-    if library.library(packed[1]) is None:
+    if library.library(packed[1], signature.part) is None:
         return None
     return NativeCall(library.kernel(signature.name, packed[1]), packed[0], arguments)
 

@@ -1,7 +1,6 @@
 /* Follow each row's automaton by the token that the row sampled; see follow_automata.py. */
 #include "native.h"
 
-#ifdef ELEMENT_F32
 KERNEL(follow_automata) {
     (void)threads;
     int64_t live = live_of(a->live_rows.data, a->sampled.size[0]), vocab = a->automaton_classes.size[1];
@@ -25,4 +24,3 @@ KERNEL(follow_automata) {
             if (stop[i] / MASK_BITS < words) mask[stop[i] / MASK_BITS] |= (uint32_t)1 << stop[i] % MASK_BITS;
     }
 }
-#endif

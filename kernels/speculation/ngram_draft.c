@@ -1,7 +1,6 @@
 /* Prompt lookup: earlier occurrences of a row's last tokens; see ngram_draft.py. */
 #include "native.h"
 
-#ifdef ELEMENT_F32
 /* The latest position before `end` whose token equals the last one; -1: none. */
 static int64_t place_before(const int32_t *line, int64_t end, int32_t token) {
     for (; end >= LANES; end -= LANES) {
@@ -39,4 +38,3 @@ KERNEL(ngram_draft) {
             a->drafts.data[row * most + i] = line[found + 1 + i % (last - found)];
     }
 }
-#endif

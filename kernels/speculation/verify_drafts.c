@@ -1,7 +1,6 @@
 /* Queries of rows with drafts, and their verification; see verify_drafts.py. */
 #include "native.h"
 
-#ifdef ELEMENT_F32
 KERNEL(spread_queries) {
     (void)threads;
     int64_t rows = a->tokens.size[0], pages = a->page_table.size[1], most = a->drafts.size[1];
@@ -80,4 +79,3 @@ KERNEL(settle_drafts) {
     *a->running.data = still;
     *a->step_entries.data = (int32_t)a->queries;
 }
-#endif

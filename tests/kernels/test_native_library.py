@@ -51,7 +51,7 @@ for dtype in ("float32", "float16"):
 """
 ANSWERS = ["802|cinaeco"] * 2  # in either dtype
 REASON = "from graphdecode.kernels.native import library; print(library.why_not())"
-# a compiler that makes an empty library, where it does not matter what is made
+# a compiler that makes a library of nothing, where it does not matter what is made
 QUICKLY = """case "$*" in *-shared*) exec cc "$@" <<'END'
 char filler[60000] = {1};
 void parallel(void) {}
@@ -268,18 +268,43 @@ def test_one_process_compiles_while_others_wait_and_later_ones_find_it(tmp_path)
     assert made.stat().st_size > 50_000
 
 
-def test_an_element_type_is_compiled_when_it_is_asked_for(tmp_path):
+def test_a_part_is_compiled_for_an_element_type_when_it_is_asked_for(tmp_path):
     code = """
-import os, torch
+import torch
 from graphdecode.kernels.native import library as native
-from graphdecode.kernels.native import system
-for dtype in (torch.float32, torch.float16):
-    assert native.library(dtype) is not None
-    folder = native._load(dtype).file.parent
-    print(*sorted(file.stem.rpartition("-")[2] for file in folder.glob("*.so")))
+def compiled():
+    print(*sorted(file.stem.partition("-")[2] for file in native._load().file.parent.glob("*.so")))
+assert native.library() is not None; compiled()
+assert native.library(torch.float16) is not None; compiled()
+assert native.library(torch.float32, "linear") is not None; compiled()
 """
     cc = script(tmp_path / "cc", QUICKLY)
-    assert run(code, CC=cc, GRAPHDECODE_CACHE_DIR=str(tmp_path / "cache"))[0] == ["f32", "f16 f32"]
+    half = "attention-f16 base-f16 base-f32 linear-f16"
+    assert run(code, CC=cc, GRAPHDECODE_CACHE_DIR=str(tmp_path / "cache"))[0] == [
+        "base-f32",
+        half,
+        f"{half} linear-f32",
+    ]
+
+
+def test_each_kernel_is_in_one_part_and_what_has_no_element_type_is_compiled_once():
+    def compiled_for(kind: str) -> list[str]:
+        return [name for part in native.PARTS for name in re.findall(r'"(\w+/\w+).c"', source_text(kind, part))]
+
+    every = sorted(f"{file.parent.name}/{file.stem}" for file in native.FOLDER.parent.glob("*/*.c"))
+    assert sorted(compiled_for("f32")) == every
+    assert compiled_for("bf16") == compiled_for("f16")
+    assert set(compiled_for("f16")) < set(every) - {"attention/attention_plan", "linear/pack_codes", "model/advance"}
+
+
+def test_the_next_library_is_compiled_as_soon_as_a_core_is_free(tmp_path, monkeypatch):
+    """Not when the first of those that are being compiled ends."""
+    monkeypatch.setattr(system, "num_cores", lambda: 2)
+    log = tmp_path / "log"
+    body = f"for made; do :; done; case $made in *long.so) sleep 2;; esac; basename $made .so >> {log}"
+    compiler = Compiler([script(tmp_path / "cc", body)], "", "")
+    compiler.compile({tmp_path / f"{name}.so": "" for name in ("long", "short", "last")}, [])
+    assert log.read_text().split() == ["short", "last", "long"]
 
 
 def test_where_a_folder_has_no_room_the_next_one_is_taken_and_that_is_said(tmp_path):

@@ -5,14 +5,8 @@ import torch
 from compiled_kernels import compiled
 from quantized_weights import check, float8_weight, integer_weight, product, stored_weight
 
-from graphdecode.kernels.linear.quantized_linear import (
-    Numbers,
-    codes_of,
-    dequantized_panels,
-    pack_codes,
-    quantized_linear,
-    quantized_panels,
-)
+from graphdecode.kernels.linear.pack_codes import codes_of, pack_codes
+from graphdecode.kernels.linear.quantized_linear import Numbers, dequantized_panels, quantized_linear, quantized_panels
 from graphdecode.kernels.native import library as native
 from graphdecode.linear.gguf_blocks import GGUF_BLOCKS, GgufBlocks
 

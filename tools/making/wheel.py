@@ -30,6 +30,8 @@ from graphdecode.kernels.native.library import (
     CARRIED,
     ELEMENTS,
     FOLDER,
+    PARTS,
+    Unit,
     carried_name,
     check_sources,
     include_flags,
@@ -57,7 +59,8 @@ def compile_kernels(folder: Path, words: list[str], made_for: Instructions) -> N
     """Write the libraries of one instruction set into a folder."""
     flags = [flag for flag in made_for.flags if flag != "-mtune=native"]
     with tempfile.TemporaryDirectory() as scratch:
-        texts = {Path(scratch) / carried_name(made_for, kind): source_text(kind) for kind in ELEMENTS.values()}
+        units = [Unit(kind, part) for kind in ELEMENTS.values() for part in PARTS]
+        texts = {Path(scratch) / carried_name(made_for, unit): source_text(*unit) for unit in units}
         Compiler([*words, *flags, *PORTABLE_FLAGS], "", "").compile(texts, [*include_flags(), "-s"])
         check_sources()
         for made in texts:
