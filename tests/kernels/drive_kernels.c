@@ -1,7 +1,7 @@
 /* Kernels and pool without Python, for the sanitizers: several threads run all kernels at the same time, in all types,
  * each with its own number of threads and its own memory, and compare every result with one computed alone. Lengths,
  * pages, ids and counts are partly such as cannot be. tools/sanitize_kernels builds this file once for each element type,
- * with its unit as UNIT: float32's is the program, which loads the libraries of the others from FOLDER, as Python does.
+ * with its source as SOURCE: float32's is the program, which loads the libraries of the others from FOLDER, as Python does.
  */
 #ifndef DRIVES
 #define SHARED_ELSEWHERE
@@ -9,7 +9,7 @@
 #include "native.h"
 #undef PARALLEL_WORK
 #define PARALLEL_WORK 16 /* so that these small jobs are shared, too */
-#include UNIT
+#include SOURCE
 
 #ifdef DRIVES
 #include <dlfcn.h>
