@@ -2,8 +2,10 @@
 
 import tomllib
 from dataclasses import fields, replace
+from fractions import Fraction
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -180,6 +182,13 @@ def test_keywords_are_checked_like_a_file(keywords: dict, message: str) -> None:
         EngineConfig.of(None, **keywords)
     with pytest.raises(ConfigError, match=message):
         EngineConfig(**keywords)
+
+
+def test_numbers_of_numpy_and_fractions_become_pythons(tmp_path: Path) -> None:
+    config = BucketConfig(max_batch_size=np.int64(4), batch_sizes=[np.int32(2), 4], memory_fraction=Fraction(1, 2))
+    assert config == BucketConfig(max_batch_size=4, batch_sizes=[2, 4], memory_fraction=0.5)
+    assert {type(number) for number in (*config.batch_sizes, config.max_batch_size)} == {int}
+    assert BucketConfig.load(write(tmp_path, config.to_toml())) == config
 
 
 def test_a_keyword_that_does_not_exist_and_a_config_that_is_none_are_named() -> None:

@@ -13,7 +13,7 @@ import re
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from numbers import Integral, Number, Real
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -94,13 +94,19 @@ def keys_of(config: Any) -> tuple[Key, ...]:
 
 
 def check_keys(config: Any) -> None:
-    """Raise a ConfigError for the first key of a configuration with an invalid value."""
+    """Raise a ConfigError for the first invalid value of a new configuration; make its numbers Python's own."""
     for each in keys_of(config):
         value = getattr(config, each.field)
         each.check(value)
-        for number in value if isinstance(value, (list, tuple)) else [value]:  # other numbers cannot be written as TOML
-            if isinstance(number, Number) and not isinstance(number, (int, float)):
-                raise ConfigError(f"{each.name} must be {each.values.expected}, got {type(number).__name__} {number}")
+        plain = type(value)(map(_plain, value)) if isinstance(value, (list, tuple)) else _plain(value)
+        object.__setattr__(config, each.field, plain)
+
+
+def _plain(value: Any) -> Any:
+    """Return a number, numpy's for example, as Python's, which can be written as TOML; anything else as it is."""
+    if isinstance(value, (bool, int, float)) or not isinstance(value, Real):
+        return value
+    return int(value) if isinstance(value, Integral) else float(value)
 
 
 def is_integer(value: Any, low: float = -math.inf, high: float = math.inf) -> bool:
