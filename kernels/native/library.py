@@ -152,7 +152,8 @@ def library(element: torch.dtype | None = None, part: str | None = None) -> ctyp
     if _SWITCHED_OFF.get():
         return None
     if part is not None or element is None:
-        return _load(_unit(element, part or BASE)).library
+        unit = _unit(element, part or BASE)
+        return (LOADED.get(unit) or _load(unit)).library
     return _load(*(_unit(element, each) for each in PARTS)).library
 
 
