@@ -108,13 +108,13 @@ class Compiler(NamedTuple):
         """Wait for the first compiler that ends or says something; raise NotCompiled if it fails or times out."""
         messages = [process.stderr for process in running if process.stderr is not None]
         told, *_ = select.select(messages, [], [], max(end - time.monotonic(), 0))
-        process = running.pop(messages.index(told[0]) if told else 0)
+        process = running[messages.index(told[0]) if told else 0]
         try:
             _, output = process.communicate(timeout=max(end - time.monotonic(), 0))
         except subprocess.TimeoutExpired:
             raise NotCompiled(f"{self.command[0]} was stopped after {COMPILE_SECONDS} s") from None
-        finally:
-            _stop(process)
+        _stop(process)
+        running.remove(process)
         if process.returncode != 0:
             message = output.strip()[-500:] or f"exit code {process.returncode}"
             if any(problem in output for problem in _DISK_ERRORS):
