@@ -118,8 +118,11 @@ class Prompts:
 
     def has_finite_logits(self) -> bool:
         """Whether the logits of tokens from the whole vocabulary are finite; writes the null page only."""
-        count = min(self._setting.page_size, self.max_tokens, _PROBED_TOKENS)
-        tokens = np.linspace(1, self._model.config.vocab_size - 1, count, dtype=np.int64).tolist()
+        setting, config = self._setting, self._model.config
+        # a model has rotary angles for its longest sequence alone, which may end within a page
+        longest = min(setting.page_size, setting.config.max_sequence_length, config.max_position_embeddings)
+        count = min(longest, self.max_tokens, _PROBED_TOKENS)
+        tokens = np.linspace(1, config.vocab_size - 1, count, dtype=np.int64).tolist()
         self.stage([PromptChunk(tokens, 0, SequenceMemory())])
         passed = self.run(self.chunks(StepShape(0, 1, count), 1))
         return bool(self._model.logits(passed, 0, count).isfinite().all())

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from graphdecode import LLM, BucketConfig, SamplingParams
 from graphdecode.engine.loading import load_runner
-from graphdecode.engine.prompts import Prompts
+from graphdecode.engine.prompts import PromptChunk, Prompts
 from graphdecode.kernels.native import library as native
 from graphdecode.kernels.native.instructions import Instructions, instructions
 from graphdecode.linear.kept import KeptPanels
@@ -411,6 +411,23 @@ def test_finite_logits_are_remembered_until_the_file_changes(blocks: Path, monke
         with closing(load_runner(blocks, **SMALL)) as runner:
             assert runner.model.dtype == torch.float16
         assert probes == [True] * expected
+
+
+@compiled
+@pytest.mark.skipif(instructions().name == "portable", reason="it is float32 in any case")
+def test_logits_are_probed_at_positions_that_the_model_has(blocks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind its longest sequence there are no rotary angles, and what is in memory there is no query."""
+    probed: list[int] = []
+
+    def stage(prompts: Prompts, chunks: list[PromptChunk]) -> None:
+        probed.extend(chunk.end for chunk in chunks)
+        staged(prompts, chunks)
+
+    staged = Prompts.stage
+    monkeypatch.setattr(Prompts, "stage", stage)
+    with closing(load_runner(blocks, **SMALL | {"max_sequence_length": 11, "page_size": 16})) as runner:
+        assert runner.model.dtype == torch.float16
+    assert probed == [11]
 
 
 @compiled
