@@ -238,7 +238,7 @@ def resolve_dtype(
 def _is_fast_on_cpu(dtype: torch.dtype, compiled: _Compiled) -> bool:
     """Whether a CPU computes in 16 bits as fast as in 32; weights take half the time to read."""
     is_wide = instructions().name == "portable"  # then float32's kernels are those that are needed
-    if compiled(None if is_wide else dtype):
+    if compiled(torch.float32 if is_wide else dtype):
         return not is_wide
     if dtype != torch.bfloat16:
         return False

@@ -71,6 +71,8 @@ class Compiler(NamedTuple):
             return cls([*words, *flags], version.stdout, system.processor())
         except (OSError, subprocess.SubprocessError, ValueError) as error:
             why = getattr(error, "strerror", None) or error
+            if isinstance(error, subprocess.CalledProcessError):
+                why = f"`{words[0]} --version` ended with {error.returncode}"
             problem = f"the C compiler {words[0]!r} cannot be run ({why})"
             raise NotCompiled(f"{problem}: install it, or name one in CC") from error
 

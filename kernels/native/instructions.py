@@ -68,8 +68,8 @@ def chosen(name: str | None, there: Mapping[str, Instructions]) -> Instructions:
     if not name:
         return list(there.values())[-1]
     if name not in there:
-        why = "is more than this processor has" if name in NAMES else f"is none of {', '.join(NAMES)}"
-        raise MissingInstructions(f"{VARIABLE} is {name!r}, which {why}; it has {', '.join(there)}")
+        why = "this processor lacks; it" if name in NAMES else f"is none of {', '.join(NAMES)}; this processor"
+        raise MissingInstructions(f"{VARIABLE} is {name!r}, which {why} has {', '.join(there)}")
     return there[name]
 
 

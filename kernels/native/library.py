@@ -347,9 +347,9 @@ def _make_missing(folder: PrivateFolder, named: dict[Unit, str], compiler: Compi
     """Compile a folder's missing libraries, or wait for another process that does."""
     if all(map(folder.holds, named.values())):
         return
-    with folder.locked(_WAIT_SECONDS):
+    with _announced(), folder.locked(_WAIT_SECONDS):
         missing = {unit: name for unit, name in named.items() if not folder.holds(name)}
-        with folder.scratch() as scratch, _announced():
+        with folder.scratch() as scratch:
             compiler.compile({scratch / name: source_text(*unit) for unit, name in missing.items()}, options)
             check_sources()  # what was compiled has the name of what was imported
             for name in missing.values():
@@ -358,7 +358,7 @@ def _make_missing(folder: PrivateFolder, named: dict[Unit, str], compiler: Compi
 
 @contextmanager
 def _announced() -> Iterator[None]:
-    """Report a long compilation on standard error; in a terminal with elapsed seconds."""
+    """Report a long compilation, perhaps by another process, on standard error; in a terminal with elapsed seconds."""
     done = threading.Event()
 
     def tell() -> None:

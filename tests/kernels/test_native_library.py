@@ -95,7 +95,7 @@ def script(path: Path, text: str) -> str:
             ANSWERS,
         ),
         ({"CC": "", "PATH": ""}, "no C compiler was found: install gcc or clang (`apt install gcc`)", []),
-        ({"CC": "false"}, "false", []),
+        ({"CC": "false"}, "'false' cannot be run (`false --version` ended with 1): install it", []),
         ({"CC": '"'}, "CC is '\"', which is not a command", []),
     ],
 )
@@ -249,10 +249,12 @@ def test_a_kernel_that_reads_what_it_is_not_given_fails_to_compile(tmp_path):
 
 def test_one_process_compiles_while_others_wait_and_later_ones_find_it(tmp_path):
     log = tmp_path / "log"
-    counting = f'case "$*" in *-shared*) echo run >> {log}; sleep 1;; esac; {QUICKLY}'
+    counting = f'case "$*" in *-shared*) echo run >> {log}; sleep 2;; esac; {QUICKLY}'
     environment = {"CC": script(tmp_path / "cc", counting), "GRAPHDECODE_CACHE_DIR": str(tmp_path / "new" / "cache")}
     processes = [started(FILE, **environment) for _ in range(2)]
-    first, second = [process.communicate(timeout=500)[0].split() for process in processes]
+    outputs = [process.communicate(timeout=500) for process in processes]
+    assert all("compiling kernels for" in said for _, said in outputs)
+    first, second = [out.split() for out, _ in outputs]
     assert first == second
     assert first[0] == "None"
     made = Path(first[1])
