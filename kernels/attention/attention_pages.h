@@ -77,6 +77,7 @@ struct coming {
     const int64_t *places;
     int64_t count, bytes, size; /* tokens; of all heads' keys of one, and of a value */
     int64_t token, due;         /* of each part, that is next; bytes of all of them that should have been asked for */
+    int64_t share;              /* bytes of all parts that are asked for with a unit of work, where that counts it */
     int64_t at[STREAMS], byte, left; /* of each part's token that is being asked for, and how many bytes of it are left */
 };
 

@@ -8,9 +8,10 @@
 #include "decode_tiles.h"
 #include "native.h"
 
-#define BLOCK 16 /* keys: what is asked for ahead of its use is not more than some KB */
+#define BLOCK 32 /* keys: what is asked for ahead of its use is some tens of KB */
 #define VALUE_VECTORS (LANES == 8 ? 2 : 4) /* of values, whose sums of four queries stay in registers */
 #define SLACK 8.0f /* of logits above the one that weights refer to */
+#define WEIGHT_UNITS 10 /* of work, each LANES features of a key: LANES weights of a query */
 #define SPAN 512 /* keys; a multiple of BLOCK and KEYS */
 #if defined(ELEMENT_BF16) && !IN_PAIRS
 #define IS_WIDENED 1 /* words hold two features, which become floats apart: all even ones, all odd ones */
@@ -110,24 +111,6 @@ static void soften(float *logits, struct logits of, const float *value_scales, i
     *total += sum_lanes(added);
 }
 
-/* Entries of the block that is next: each is asked for with one of the block that is here, in the order of memory if they
- * are all heads'. A processor whose requests for the second cache are few fetches more by itself where they come in it. */
-struct asked {
-    const char *at;
-    int64_t step, size; /* bytes to the next one; of a value */
-};
-
-INLINE struct asked asked_from(struct asked next, int64_t j) {
-    return (struct asked){next.at + j * next.step, next.step, next.size};
-}
-
-/* Ask for what stands at the `i`th feature of some entries, if a line begins there. */
-INLINE void ask_for_entries(struct asked next, const int count, int64_t i) {
-    if (i * next.size % 64) return;
-#pragma GCC unroll 16
-    for (int j = 0; j < count; j++) __builtin_prefetch(next.at + j * next.step + i * next.size, 0, 2);
-}
-
 /* LOADED features of an entry, from the `i`th on, in as many vectors as it takes to multiply them. */
 INLINE void NAME(load_features)(uvec *to, const element *at, int64_t i, int64_t dim) {
 #if IS_WIDENED
@@ -140,8 +123,8 @@ INLINE void NAME(load_features)(uvec *to, const element *at, int64_t i, int64_t 
 
 /* Add products with the same of `count` keys to the sums of `heads` queries: each key is loaded once. */
 INLINE void NAME(add_features)(const int heads, const int count, vec (*sums)[LANES], const factor *q, const element *keys,
-                               const int64_t *places, int64_t i, int64_t dim, int64_t width, struct asked next) {
-    ask_for_entries(next, count, i);
+                               const int64_t *places, int64_t i, int64_t dim, int64_t width, struct coming *next) {
+    ask_for(next, count * (LOADED / LANES) * next->share);
 #pragma GCC unroll 16
     for (int j = 0; j < count; j++) {
         uvec key[OF_LOAD];
@@ -157,7 +140,7 @@ INLINE void NAME(add_features)(const int heads, const int count, vec (*sums)[LAN
 /* logits[head][key] of `heads` queries, a constant where this is used, with LANES keys, each of which is loaded once. Each
  * sum is added up in the order of sum_lanes. */
 INLINE void NAME(dots)(const int heads, float *logits, const factor *q, const element *keys, const int64_t *places,
-                       int64_t dim, int64_t width, struct asked next) {
+                       int64_t dim, int64_t width, struct coming *next) {
     const int count = heads == 3 ? LANES / 4 : LANES / heads;
     vec folded[4][LANES];
     for (int from = 0; from < LANES; from += count) {
@@ -168,8 +151,8 @@ INLINE void NAME(dots)(const int heads, float *logits, const factor *q, const el
             for (int j = 0; j < count; j++) sums[h][j] = splat(0.0f);
         int64_t i = 0;
         for (; i + LOADED <= dim; i += LOADED)
-            NAME(add_features)(heads, count, sums, q, keys, places + from, i, i + LOADED, width, asked_from(next, from));
-        if (i < dim) NAME(add_features)(heads, count, sums, q, keys, places + from, i, dim, width, asked_from(next, from));
+            NAME(add_features)(heads, count, sums, q, keys, places + from, i, i + LOADED, width, next);
+        if (i < dim) NAME(add_features)(heads, count, sums, q, keys, places + from, i, dim, width, next);
 #pragma GCC unroll 4
         for (int h = 0; h < heads; h++) {
 #pragma GCC unroll 4
@@ -193,17 +176,17 @@ INLINE void NAME(dots)(const int heads, float *logits, const factor *q, const el
  * `vectors` are constants. */
 INLINE void NAME(add_weighted)(const int heads, const int vectors, float *sums, const factor *weights, const element *values,
                                const int64_t *places, int64_t i, int64_t count, int64_t dim, int64_t width,
-                               struct asked next) {
+                               struct coming *next) {
     vec held[4][4];
 #pragma GCC unroll 4
     for (int h = 0; h < heads; h++)
 #pragma GCC unroll 4
         for (int v = 0; v < vectors; v++) held[h][v] = load_f32(sums + h * width + i + v * LANES);
     for (int64_t j = 0; j < count; j += OF_WORD) {
+        ask_for(next, OF_WORD * vectors * next->share);
 #pragma GCC unroll 4
         for (int v = 0; v < vectors; v += VALUES_OF_LOAD) {
             uvec value[2];
-            ask_for_entries(asked_from(next, j), OF_WORD, i + v * LANES);
             NAME(load_features)(value, values + places[j], i + v * LANES, dim);
 #if IN_PAIRS
             uvec odd = features_at(values + places[j + 1], i + v * LANES, dim);
@@ -228,7 +211,7 @@ INLINE void NAME(add_weighted)(const int heads, const int vectors, float *sums, 
 }
 
 INLINE void NAME(weigh)(const int heads, float *sums, const factor *weights, const element *values, const int64_t *places,
-                        int64_t count, int64_t dim, int64_t width, struct asked next) {
+                        int64_t count, int64_t dim, int64_t width, struct coming *next) {
     int64_t i = 0, step = VALUE_VECTORS * LANES;
     for (; i + step <= dim; i += step)
         NAME(add_weighted)(heads, VALUE_VECTORS, sums, weights, values, places, i, count, i + step, width, next);
@@ -248,15 +231,14 @@ INLINE void NAME(weigh)(const int heads, float *sums, const factor *weights, con
         }
 
 APART void NAME(group_dots)(float *logits, const factor *q, const element *keys, const int64_t *places, int64_t queries,
-                            int64_t count, int64_t dim, struct asked next) {
+                            int64_t count, int64_t dim, struct coming *next) {
     int64_t width = width_of_query(dim);
     for (int64_t j = 0; j < count; j += LANES)
-        BY_QUERIES(NAME(dots), queries, h, logits + h * BLOCK + j, q + h * width, keys, places + j, dim, width,
-                   asked_from(next, j))
+        BY_QUERIES(NAME(dots), queries, h, logits + h * BLOCK + j, q + h * width, keys, places + j, dim, width, next)
 }
 
 APART void NAME(group_weigh)(float *sums, const factor *weights, const element *values, const int64_t *places,
-                             int64_t queries, int64_t count, int64_t dim, struct asked next) {
+                             int64_t queries, int64_t count, int64_t dim, struct coming *next) {
     int64_t width = width_of_query(dim);
     BY_QUERIES(NAME(weigh), queries, h, sums + h * width, weights + h * OF_WORD * BLOCK, values, places, count, dim, width,
                next)
@@ -288,13 +270,11 @@ static int64_t NAME(place_of)(const struct NAME(part) *p, int64_t head, int64_t 
     return ((p->row * p->a->q_len + query / group) * heads + head * group + query % group) * dim;
 }
 
-/* Ask for all of a block. */
-static void NAME(ask_for_block)(const struct NAME(part) *p, const int64_t *places, int64_t count, int64_t size) {
-    const char *all[2] = {p->a->k_cache.data, VALUES(p->a)};
-    int64_t begin = p->head * p->a->k_cache.size[3] * size, end = p->last * p->a->k_cache.size[3] * size;
-    for (int n = 0; n < 2; n++)
-        for (int64_t j = 0; j < count; j++)
-            for (int64_t i = begin; i < end; i += 64) __builtin_prefetch(all[n] + places[j] * size + i, 0, 2);
+/* Where a part's keys and values begin in the cache, and what is to be asked for of a block of them. */
+static struct coming NAME(coming_of)(const struct NAME(part) *p, const int64_t *places, int64_t count) {
+    int64_t dim = p->a->k_cache.size[3], size = p->a->k_cache.code ? 1 : (int64_t)sizeof(element), at = p->head * dim * size;
+    return (struct coming){(const char *)p->a->k_cache.data + at, VALUES(p->a) + at, places, count,
+                           (p->last - p->head) * dim * size, size};
 }
 
 /* Both over the keys from `first` to `end`, as blocks of one element type take them. Meanwhile the first block of the part
@@ -311,7 +291,8 @@ static void NAME(attend_span)(const struct NAME(part) *p, const struct NAME(part
     float *logits = carved(&at, heads * queries * BLOCK);
     float scales[2][PANEL], *widened = carved(&at, code ? BLOCK * dim : 0);
     locate(places, &p->entries, first, count);
-    if (!is_asked_for) NAME(ask_for_block)(p, places, count, size);
+    struct coming ahead = NAME(coming_of)(p, places, count);
+    if (!is_asked_for) ask_for_rest(&ahead);
     for (int64_t h = 0; h < heads; h++)
         for (int64_t r = 0; r < queries; r++) {
             const element *from = (const element *)a->q.data + NAME(place_of)(p, p->head + h, r, dim);
@@ -325,16 +306,13 @@ static void NAME(attend_span)(const struct NAME(part) *p, const struct NAME(part
     for (int64_t j = 0; j < BLOCK; j++) in_room[j] = j * dim;
     for (; first < p->end; first += BLOCK, count = coming, unseen = 0) {
         const struct NAME(part) *then = first + BLOCK < p->end || !after ? p : after;
-        int64_t begin = then == p ? first + BLOCK : then->first, entry = p->entries.entry, *done = places;
+        int64_t begin = then == p ? first + BLOCK : then->first, *done = places;
         coming = least_of(then->end - begin, BLOCK);
         locate(next, &then->entries, begin, coming);
-        int is_whole = coming == BLOCK && next[BLOCK - 1] - next[0] == (BLOCK - 1) * entry; /* tokens side by side */
-        is_whole = is_whole && then->last - then->head == heads;
-        if (!is_whole) NAME(ask_for_block)(then, next, coming, size);
-        int64_t from = ((is_whole ? next[0] : places[0]) + then->head * dim) * size, of_head = dim * size;
-        struct asked ahead = {0, is_whole ? entry * size : 0, size};
-        if (is_whole && heads * dim == entry) ahead.step = dim * size, of_head = BLOCK * dim * size;
+        ahead = NAME(coming_of)(then, next, coming);
         int64_t padded = (count + LANES - 1) / LANES * LANES;
+        int64_t work = 2 * padded * width * ((queries + 3) / 4) + WEIGHT_UNITS * queries * padded;
+        ahead.share = LANES * bytes_of(&ahead) / (heads * work) + 1;
         for (int64_t j = 0; j < unseen; j++) places[j] = places[unseen]; /* what no query sees is not looked at */
         for (int64_t j = count; j < padded; j++) places[j] = places[count - 1];
         for (int64_t h = 0; h < heads; h++) {
@@ -342,15 +320,15 @@ static void NAME(attend_span)(const struct NAME(part) *p, const struct NAME(part
             const int64_t *found = places;
             const void *keys = (const char *)a->k_cache.data + (p->head + h) * dim * size;
             const void *values = VALUES(a) + (p->head + h) * dim * size;
-            ahead.at = (const char *)a->k_cache.data + from + h * of_head;
             keys = NAME(entries_of)((element *)widened, code, keys, &found, in_room, padded, dim);
-            NAME(group_dots)(own, q + h * queries * width, keys, found, queries, count, dim, ahead);
+            NAME(group_dots)(own, q + h * queries * width, keys, found, queries, count, dim, &ahead);
             if (a->k_scales.data) {
                 read_scales(scales[0], a->k_scales.data, &p->entries, kv_heads, p->head + h, first, unseen, count);
                 read_scales(scales[1], a->v_scales.data, &p->entries, kv_heads, p->head + h, first, unseen, count);
                 scale_block(own, scales[0], queries);
             }
             for (int64_t r = 0; r < queries; r++) {
+                ask_for(&ahead, WEIGHT_UNITS * (padded / LANES) * ahead.share);
                 int64_t at = h * queries + r, position = p->seen.position + r / group - first;
                 int64_t window = window_at(of, position + first), end = least_of(position + 1, count);
                 soften(own + r * BLOCK, of, a->k_scales.data ? scales[1] : 0, count,
@@ -359,9 +337,9 @@ static void NAME(attend_span)(const struct NAME(part) *p, const struct NAME(part
             }
             found = places;
             values = NAME(entries_of)((element *)widened, code, values, &found, in_room, padded, dim);
-            ahead.at = VALUES(a) + from + h * of_head;
-            NAME(group_weigh)(p->sums + h * queries * width, (factor *)own, values, found, queries, count, dim, ahead);
+            NAME(group_weigh)(p->sums + h * queries * width, (factor *)own, values, found, queries, count, dim, &ahead);
         }
+        ask_for_rest(&ahead);
         places = next, next = done;
     }
 #if IN_PAIRS || IS_WIDENED
@@ -379,13 +357,6 @@ static int NAME(decodes_in_tiles)(const decode_attention_args *a) {
 }
 
 #if defined(ELEMENT_BF16) && defined(WITH_TILES)
-/* Where a part's keys and values begin in the cache, and what is to be asked for of a block of them. */
-static struct coming coming_of(const struct NAME(part) *p, const int64_t *places, int64_t count) {
-    int64_t dim = p->a->k_cache.size[3], size = p->a->k_cache.code ? 1 : sizeof(uint16_t), at = p->head * dim * size;
-    return (struct coming){(const char *)p->a->k_cache.data + at, VALUES(p->a) + at, places, count,
-                           (p->last - p->head) * dim * size, size};
-}
-
 /* Both over a part's span in tiles; meanwhile the first block of the part that comes after it, if any, is asked for. What
  * no part before has asked for is asked for first. */
 static void attend_span_in_tiles(const struct NAME(part) *p, struct few_queries *few, const struct NAME(part) *after,
@@ -396,7 +367,7 @@ static void attend_span_in_tiles(const struct NAME(part) *p, struct few_queries 
     few->position = p->seen.position, few->group = a->q.size[1] / kv_heads;
     few->logits = logits_of(&a->options), few->largest = p->largest, few->total = p->total;
     locate(places, &p->entries, first, count);
-    struct coming ahead = coming_of(p, places, count);
+    struct coming ahead = NAME(coming_of)(p, places, count);
     const char *keys = ahead.keys, *values = ahead.values;
     if (!is_asked_for) ask_for_rest(&ahead);
     carve_few_queries(few, &at, a->k_scales.data != 0);
@@ -409,7 +380,7 @@ static void attend_span_in_tiles(const struct NAME(part) *p, struct few_queries 
         int64_t begin = then == p ? first + KEYS : then->first;
         coming = least_of(then->end - begin, KEYS);
         locate(next, &then->entries, begin, coming);
-        ahead = coming_of(then, next, coming);
+        ahead = NAME(coming_of)(then, next, coming);
         struct block block = {&p->entries, places, first, p->seen.begin - first, count, a->k_cache.code};
         few->share = share_of(few, count, bytes_of(&ahead));
         block_of_logits(few, &block, keys, &ahead);
