@@ -32,6 +32,7 @@ static inline int has_byte_codes(const struct block_weight *weight) {
 #define MOST_POORLY 8     /* at most one in so many values of a span may lose bits */
 #define INTEGER_BYTES 524288 /* of rows, which stay in the L2 cache while panels are read */
 #define LONG_ROW 4096     /* bytes: longer rows count as these, so that enough rows share an unpacked chunk */
+#define SOME_ROWS 16      /* up to so many have the values for a chunk in the L1 cache */
 #define ROW_APART 64      /* bytes between rows, against L1 conflicts */
 
 /* Rows in multiples, with the numbers of their spans. */
@@ -67,8 +68,8 @@ struct integer_chunk {
     vec scales[MOST_GROUPS][VECTORS], mins[MOST_GROUPS][VECTORS];
     int64_t first, count, span; /* input features, and the first of its spans */
     const uint16_t *packed;     /* its codes where they are, if they are not unpacked */
-    const char *ahead;          /* prefetched: the packed codes behind it by its first rows, then the values of next rows */
-    int64_t ahead_of_part;      /* what lies between those of two parts: packed codes of half a block, or a row's values */
+    const char *ahead;          /* prefetched: packed codes, by many rows' first ones, then the values of next rows */
+    int64_t ahead_of_part;      /* what lies between those of two parts */
 };
 
 INLINE void ask_for_part(const int bits, const uint16_t *at, const uint16_t *above) {
@@ -155,18 +156,23 @@ static void unpack_chunk(struct integer_chunk *chunk, const struct block_weight 
     read_numbers(chunk->scales, chunk->mins, weight, panel, chunk->span,
                  (chunk->count + weight->span - 1) / weight->span);
     chunk->packed = is_packed ? at : 0;
-    chunk->ahead = (const char *)(at + chunk->count / QUANTIZED_BLOCK * words);
+    chunk->ahead = (const char *)(at + CHUNK_BLOCKS * words);
     chunk->ahead_of_part = words;
     for (int64_t i = 0; i < chunk->count && !is_packed; i += QUANTIZED_BLOCK, at += words)
         FOR_CODES(weight, unpack_codes, chunk->codes + i * PANEL * CODE_BYTES, at, weight, table)
 }
 
-/* Add to sums[row][column] of `rows` rows from `first` on what a chunk gives; `has_mins` is a constant. */
+/* Add to sums[row][column] of `rows` rows from `first` on what a chunk gives; `has_mins` is a constant. All of some rows ask
+ * for a part of the next codes, so that memory is never idle; the first of many rows ask for all. */
 INLINE void add_to_rows(const int has_mins, float *sums, struct integer_chunk *chunk, const struct span_job *job,
                         const struct integer_rows *x, int64_t first, int64_t rows) {
+    const int64_t askers = rows <= SOME_ROWS ? (rows + TOGETHER - 1) / TOGETHER : 1;
+    chunk->ahead_of_part /= askers;
     for (int64_t row = 0, next; row < rows; row = next) {
         next = row + TOGETHER;
         add_rows(has_mins, sums + row * PANEL, chunk, job->weight->span, x, first + row, least_of(TOGETHER, rows - row));
+        chunk->ahead += chunk->count / PART * chunk->ahead_of_part;
+        if (askers > 1) continue;
         chunk->ahead = x->values + (first + next) * x->stride + chunk->first * bytes_of_multiple(0);
         chunk->ahead_of_part = next + TOGETHER < rows ? x->stride : 0;
     }

@@ -14,6 +14,7 @@
 #define MOST_GROUPS (CHUNK / LEAST_GROUP) /* of a chunk */
 #define TABLE 64
 #define ROW_WORDS 32 /* of 16 bits, with the codes of all output features of a panel */
+#define NUMBERS_AHEAD 1024 /* bytes of scales or minima: prefetched ones of the next chunk */
 #define BYTES_AHEAD 8192 /* of codes, prefetched row by row: many at a time delay other loads */
 
 /* The scales, or the least values, of all panels: for each panel and group one for each output feature. With factors
@@ -61,12 +62,14 @@ static void numbers_of_spans(vec (*out)[VECTORS], const struct block_numbers *nu
     int64_t factor = numbers->factors ? (uint32_t)group / numbers->groups_of_factor : 0;
     int64_t groups_left = (factor + 1) * of_factor - group;
     int64_t place = (panel * numbers->groups + group) * PANEL;
+    const int64_t bytes = numbers->factors ? 1 : numbers->dtype == SCALE_DTYPE_FLOAT32 ? 4 : 2;
     vec factors[VECTORS];
     for (int64_t i = 0, is_new = 1; i < count; i++) {
         for (int v = 0; numbers->factors && is_new && v < VECTORS; v++)
             factors[v] = load_number(numbers->factors, (panel * numbers->factor_groups + factor) * PANEL + v * LANES,
                                      numbers->dtype);
         is_new = 0;
+        __builtin_prefetch((const char *)numbers->at + place * bytes + NUMBERS_AHEAD, 0, 3);
         for (int v = 0; v < VECTORS; v++)
             if (numbers->factors) out[i][v] = load_i8((const int8_t *)numbers->at + place + v * LANES) * factors[v];
             else out[i][v] = load_number(numbers->at, place + v * LANES, numbers->dtype);
