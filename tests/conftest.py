@@ -47,7 +47,7 @@ torch.set_num_threads(1)
 
 _KERNELS = Path(CHOICES.name, "native")
 _UNFINISHED = shutil.ignore_patterns("lock", "making-*")
-_MAX_KEPT = 12  # libraries: one for each element type and instruction set, of a few states of the sources
+_MAX_KEPT = 40  # libraries: one for each part, element type and instruction set, of a few states of the sources
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -65,7 +65,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("numprocesses", None):
         from graphdecode.kernels.native.library import library
 
-        for element in (torch.float16, torch.bfloat16):  # float32's comes with the first
+        for element in (torch.float16, torch.bfloat16, torch.float32):
             library(element)
 
 

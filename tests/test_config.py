@@ -188,6 +188,9 @@ def test_numbers_of_numpy_and_fractions_become_pythons(tmp_path: Path) -> None:
     config = BucketConfig(max_batch_size=np.int64(4), batch_sizes=[np.int32(2), 4], memory_fraction=Fraction(1, 2))
     assert config == BucketConfig(max_batch_size=4, batch_sizes=[2, 4], memory_fraction=0.5)
     assert {type(number) for number in (*config.batch_sizes, config.max_batch_size)} == {int}
+    assert type(config.memory_fraction) is float
+    with pytest.raises(ConfigError, match="memory_fraction must be a number above 0"):
+        BucketConfig(memory_fraction=Fraction(1, 10**400))
     assert BucketConfig.load(write(tmp_path, config.to_toml())) == config
 
 

@@ -94,19 +94,23 @@ def keys_of(config: Any) -> tuple[Key, ...]:
 
 
 def check_keys(config: Any) -> None:
-    """Raise a ConfigError for the first invalid value of a new configuration; make its numbers Python's own."""
+    """Make the numbers of a new configuration Python's own; raise a ConfigError for the first invalid value."""
     for each in keys_of(config):
         value = getattr(config, each.field)
-        each.check(value)
-        plain = type(value)(map(_plain, value)) if isinstance(value, (list, tuple)) else _plain(value)
+        plain = [_plain(item) for item in value] if isinstance(value, (list, tuple)) else _plain(value)
+        plain = tuple(plain) if isinstance(value, tuple) else plain
+        each.check(plain)
         object.__setattr__(config, each.field, plain)
 
 
 def _plain(value: Any) -> Any:
     """Return a number, numpy's for example, as Python's, which can be written as TOML; anything else as it is."""
-    if isinstance(value, (bool, int, float)) or not isinstance(value, Real):
+    if type(value) in (bool, int, float) or not isinstance(value, Real):
         return value
-    return int(value) if isinstance(value, Integral) else float(value)
+    try:
+        return int(value) if isinstance(value, Integral) else float(value)
+    except OverflowError:  # a fraction beyond all floats, which no key takes
+        return value
 
 
 def is_integer(value: Any, low: float = -math.inf, high: float = math.inf) -> bool:

@@ -435,7 +435,7 @@ def _checked_options(options: FormOptions, config: ModelShape, group_size: int |
         options = replace(options, quantize=FORMS_OF[quantize])
     check_options(options, (*FORMS_OF, _DEQUANTIZE))
     if options.batch_invariant:
-        _check_invariance(config, device)
+        _check_invariance(config, options)
     return options
 
 
@@ -544,14 +544,14 @@ def wait_for_joined_pages() -> None:
             thread.join()
 
 
-def _check_invariance(config: ModelShape, device: torch.device) -> None:
+def _check_invariance(config: ModelShape, options: FormOptions) -> None:
     if isinstance(config, AdoptedConfig):
         raise ArgumentError(
             f"batch_invariant=True needs operators of ours alone, and {config.architecture} is run by transformers"
         )
-    if device.type == "cuda":
+    if options.device.type == "cuda":
         return
-    if native.library() is None:
+    if native.library(options.dtype) is None:
         raise ArgumentError(f"batch_invariant=True needs compiled kernels on a CPU: {native.why_not()}")
     for head_dim in [config.head_dim, *(keys.head_dim for keys in config.layer_keys)]:
         if head_dim % native.LANES:

@@ -163,7 +163,8 @@ static void unpack_chunk(struct integer_chunk *chunk, const struct block_weight 
 }
 
 /* Add to sums[row][column] of `rows` rows from `first` on what a chunk gives; `has_mins` is a constant. All of some rows ask
- * for a part of the next codes, so that memory is never idle; the first of many rows ask for all. */
+ * for a part of the next codes, where products do (digit_products.h), so that memory is never idle; the first of many ask
+ * for all. */
 INLINE void add_to_rows(const int has_mins, float *sums, struct integer_chunk *chunk, const struct span_job *job,
                         const struct integer_rows *x, int64_t first, int64_t rows) {
     const int64_t askers = rows <= SOME_ROWS ? (rows + TOGETHER - 1) / TOGETHER : 1;

@@ -3,7 +3,7 @@
 import errno
 import os
 import platform
-import select
+import selectors
 import shlex
 import shutil
 import signal
@@ -108,9 +108,12 @@ class Compiler(NamedTuple):
 
     def _finish_one(self, running: list[subprocess.Popen[str]], end: float) -> None:
         """Wait for the first compiler that ends or says something; raise NotCompiled if it fails or times out."""
-        messages = [process.stderr for process in running if process.stderr is not None]
-        told, *_ = select.select(messages, [], [], max(end - time.monotonic(), 0))
-        process = running[messages.index(told[0]) if told else 0]
+        with selectors.DefaultSelector() as messages:
+            for process in running:
+                assert process.stderr is not None
+                messages.register(process.stderr, selectors.EVENT_READ, process)
+            told = messages.select(max(end - time.monotonic(), 0))
+        process = told[0][0].data if told else running[0]
         try:
             _, output = process.communicate(timeout=max(end - time.monotonic(), 0))
         except subprocess.TimeoutExpired:

@@ -98,7 +98,7 @@ ELEMENTS = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
 BASE = "base"
 # parts of the kernels, the one that takes longest to compile first, and how the places of their sources begin
 PARTS = {"linear": ("linear/", "moe/expert"), "attention": ("attention/", "cache/"), BASE: ("",)}
-_SHARED = ("parallel", "choose_token")
+_SHARED = {"parallel": None, "choose_token": BASE}  # functions of the first library, and the part that uses them
 SWITCH = "GRAPHDECODE_NATIVE"
 _SILENT_SECONDS = 1
 _WAIT_SECONDS = COMPILE_SECONDS + 10  # to wait for another process that compiles
@@ -144,7 +144,7 @@ def library(element: torch.dtype | None = None, part: str | None = None) -> ctyp
 
     Args:
         element: the element type; None: kernels without one, which are in the base's library of float32.
-        part: a part of them; None: all, of which the base's library is returned.
+        part: a part of them; None: all, of which the base's library is returned, or None if one is unavailable.
 
     Raises:
         MissingInstructions: GRAPHDECODE_ISA names an instruction set that this processor lacks.
@@ -162,8 +162,9 @@ def _unit(element: torch.dtype | None, part: str) -> Unit:
 
 
 def why_not() -> str | None:
-    """Return why there are no compiled kernels; None if there are."""
-    return _load().reason
+    """Return why there are no compiled kernels, or not all that were asked for; None if there are."""
+    _load()
+    return next((loaded.reason for loaded in list(LOADED.values()) if loaded.reason), None)
 
 
 def describe() -> str:
@@ -179,12 +180,12 @@ def describe() -> str:
 
 def is_expected(element: torch.dtype | None) -> bool:
     """Whether `library` is expected to succeed, without compiling: there are included kernels, or a compiler."""
-    unit = _unit(element, BASE)
-    loaded = LOADED.get(unit)
-    if loaded is not None:
-        return loaded.library is not None
+    units = [_unit(element, part) for part in PARTS]
+    if all(unit in LOADED for unit in units):
+        return all(LOADED[unit].library is not None for unit in units)
     try:
-        return os.environ.get(SWITCH) != "0" and (_carried_file(unit).exists() or bool(Compiler.found()))
+        is_carried = all(_carried_file(unit).exists() for unit in units)
+        return os.environ.get(SWITCH) != "0" and (is_carried or bool(Compiler.found()))
     except NotCompiled:
         return False
 
@@ -220,14 +221,14 @@ def _function(name: str, unit: Unit = _FIRST) -> Any:
 
 
 def _load(*units: Unit) -> LoadedLibrary:
-    """Load units that are not loaded yet, and return the last one's library."""
+    """Load units that are not loaded yet; return the last one's library, or why one of them has none."""
     if not units:
         units = (_FIRST,)
     if not all(unit in LOADED for unit in units):
         with _LOADING:
             if missing := [unit for unit in dict.fromkeys((*units, _FIRST)) if unit not in LOADED]:
                 LOADED.update(_made_or_not(missing))
-    return LOADED[units[-1]]
+    return next((LOADED[unit] for unit in units if LOADED[unit].library is None), LOADED[units[-1]])
 
 
 def _made_or_not(units: list[Unit]) -> dict[Unit, LoadedLibrary]:
@@ -303,9 +304,9 @@ def _share(loaded: Mapping[Unit, ctypes.CDLL]) -> None:
     """Connect libraries to the first one, which has what all share."""
     first = loaded[_FIRST] if _FIRST in loaded else LOADED[_FIRST].library
     for unit, library in loaded.items():
-        for name in _SHARED if unit != _FIRST else ():
-            if (share := getattr(library, f"share_{name}", None)) is not None:
-                share(ctypes.cast(getattr(first, name), ctypes.c_void_p))
+        for name, part in _SHARED.items() if unit != _FIRST else ():
+            if part in (None, unit.part):
+                getattr(library, f"share_{name}")(ctypes.cast(getattr(first, name), ctypes.c_void_p))
 
 
 def _compiled(units: list[Unit]) -> dict[Unit, LoadedLibrary]:

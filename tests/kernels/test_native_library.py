@@ -289,6 +289,15 @@ assert native.library(torch.float32, "linear") is not None; compiled()
     ]
 
 
+def test_where_one_part_is_missing_an_element_type_has_no_kernels(monkeypatch):
+    broken = native.LoadedLibrary(None, None, None, "cc could not compile the kernels")
+    monkeypatch.setitem(native.LOADED, native.Unit("f32", "linear"), broken)
+    assert native.library() is not None
+    assert native.library(torch.float32) is native.library(torch.float32, "linear") is None
+    assert native.why_not() == broken.reason
+    assert not native.is_expected(torch.float32)
+
+
 def test_each_kernel_is_in_one_part_and_what_has_no_element_type_is_compiled_once():
     def compiled_for(kind: str) -> list[str]:
         return [name for part in native.PARTS for name in re.findall(r'"(\w+/\w+).c"', source_text(kind, part))]
