@@ -55,7 +55,8 @@ class Prompts:
 
     def __init__(self, setting: StepSetting) -> None:
         self._setting, self._model, self._caches = setting, setting.model, setting.caches
-        self._longest = setting.max_pages_per_row * setting.page_size
+        # a model has rotary angles for its longest sequence alone, which may end within a page
+        self._longest = min(setting.config.max_sequence_length, setting.model.config.max_position_embeddings)
         self.max_tokens = max_tokens = setting.prefill_tokens
         self._rows = rows = min(setting.config.max_batch_size, max_tokens)
         pages, int32 = setting.max_pages_per_row, torch.int32
@@ -118,11 +119,8 @@ class Prompts:
 
     def has_finite_logits(self) -> bool:
         """Whether the logits of tokens from the whole vocabulary are finite; writes the null page only."""
-        setting, config = self._setting, self._model.config
-        # a model has rotary angles for its longest sequence alone, which may end within a page
-        longest = min(setting.page_size, setting.config.max_sequence_length, config.max_position_embeddings)
-        count = min(longest, self.max_tokens, _PROBED_TOKENS)
-        tokens = np.linspace(1, config.vocab_size - 1, count, dtype=np.int64).tolist()
+        count = min(self._setting.page_size, self._longest, self.max_tokens, _PROBED_TOKENS)
+        tokens = np.linspace(1, self._model.config.vocab_size - 1, count, dtype=np.int64).tolist()
         self.stage([PromptChunk(tokens, 0, SequenceMemory())])
         passed = self.run(self.chunks(StepShape(0, 1, count), 1))
         return bool(self._model.logits(passed, 0, count).isfinite().all())

@@ -113,7 +113,13 @@ class Unit(NamedTuple):
     kind: str
     part: str = BASE
 
+    @property
+    def file(self) -> str:
+        """The end of its library's file name."""
+        return f"{self.part}-{self.kind}.so"
 
+
+UNITS = [Unit(kind, part) for kind in ELEMENTS.values() for part in PARTS]
 _FIRST = Unit(ELEMENTS[torch.float32])  # its library has what all share
 
 
@@ -220,10 +226,9 @@ def _function(name: str, unit: Unit = _FIRST) -> Any:
     return function
 
 
-def _load(*units: Unit) -> LoadedLibrary:
+def _load(first: Unit = _FIRST, *others: Unit) -> LoadedLibrary:
     """Load units that are not loaded yet; return the last one's library, or why one of them has none."""
-    if not units:
-        units = (_FIRST,)
+    units = (first, *others)
     if not all(unit in LOADED for unit in units):
         with _LOADING:
             if missing := [unit for unit in dict.fromkeys((*units, _FIRST)) if unit not in LOADED]:
@@ -244,14 +249,13 @@ def _made_or_not(units: list[Unit]) -> dict[Unit, LoadedLibrary]:
                 "graphdecode: steps will take many times as long, for there are no compiled kernels: %s "
                 "(%s=0 does without them and says nothing)", " ".join(reason.split()), SWITCH,
             )  # fmt: skip
-    every = (Unit(kind, part) for kind in ELEMENTS.values() for part in PARTS)
-    return {unit: LoadedLibrary(None, None, None, reason) for unit in every if unit not in LOADED}
+    return {unit: LoadedLibrary(None, None, None, reason) for unit in UNITS if unit not in LOADED}
 
 
 def carried_name(made_for: Instructions, unit: Unit) -> str:
     """Return the file name of included kernels: instruction set, and a digest of system, options and sources."""
     options = [option for option in made_for.flags if option != "-mtune=native"]  # adds no instructions
-    return f"{made_for.name}-{_digest([sys.platform, *options, *PORTABLE_FLAGS])}-{unit.part}-{unit.kind}.so"
+    return f"{made_for.name}-{_digest([sys.platform, *options, *PORTABLE_FLAGS])}-{unit.file}"
 
 
 def _digest(parts: Sequence[str]) -> str:
@@ -314,7 +318,7 @@ def _compiled(units: list[Unit]) -> dict[Unit, LoadedLibrary]:
     compiler = Compiler.found()
     options = include_flags()
     digest = _digest([*compiler.command, *options, compiler.processor, compiler.version])
-    named = {unit: f"{digest}-{unit.part}-{unit.kind}.so" for unit in units}
+    named = {unit: f"{digest}-{unit.file}" for unit in units}
     problems: list[str] = []
     temporary = Path(tempfile.gettempdir()) / f"graphdecode-{os.geteuid()}"
     for place in (lambda: cache_folder() / "native", lambda: temporary):

@@ -91,8 +91,7 @@ def pytest_configure() -> None:
     sets.available = lambda: every  # type: ignore[assignment]
     emulator = Emulator(every[name].flags, Path(os.environ["EMULATED_FOLDER"]) / name)
     loaded = library.LoadedLibrary(EmulatedLibrary(emulator), Path(name), None, None)  # type: ignore[arg-type]
-    units = (library.Unit(kind, part) for kind in library.ELEMENTS.values() for part in library.PARTS)
-    library.LOADED.update(dict.fromkeys(units, loaded))
+    library.LOADED.update(dict.fromkeys(library.UNITS, loaded))
     registration.NativeCall = EmulatedCall  # type: ignore[misc]
 
     def begin(self: Any, calls: Sequence[Any]) -> None:

@@ -28,10 +28,8 @@ from graphdecode.kernels.native.compiler import PORTABLE_FLAGS, Compiler
 from graphdecode.kernels.native.instructions import Instructions, sets_of_arm, sets_of_x86
 from graphdecode.kernels.native.library import (
     CARRIED,
-    ELEMENTS,
     FOLDER,
-    PARTS,
-    Unit,
+    UNITS,
     carried_name,
     check_sources,
     include_flags,
@@ -59,8 +57,7 @@ def compile_kernels(folder: Path, words: list[str], made_for: Instructions) -> N
     """Write the libraries of one instruction set into a folder."""
     flags = [flag for flag in made_for.flags if flag != "-mtune=native"]
     with tempfile.TemporaryDirectory() as scratch:
-        units = [Unit(kind, part) for kind in ELEMENTS.values() for part in PARTS]
-        texts = {Path(scratch) / carried_name(made_for, unit): source_text(*unit) for unit in units}
+        texts = {Path(scratch) / carried_name(made_for, unit): source_text(*unit) for unit in UNITS}
         Compiler([*words, *flags, *PORTABLE_FLAGS], "", "").compile(texts, [*include_flags(), "-s"])
         check_sources()
         for made in texts:
