@@ -52,6 +52,10 @@ def test_that_fails():
 def test_left_out():
     pass
 
+def test_that_needs_a_package():
+    import gguf
+    assert gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType["Q8_0"]]
+
 @pytest.fixture
 def broken():
     raise ValueError("no fixture")
@@ -68,6 +72,7 @@ OUTCOMES = {
     "test_behind_an_illegal_address": "passed",
     "test_that_fails": "failed",
     "test_left_out": "skipped",
+    "test_that_needs_a_package": "skipped",
     "test_that_is_not_set_up": "failed",
 }
 
@@ -77,6 +82,7 @@ def isolated(folder: Path, *options: str) -> tuple[int, dict[str, str]]:
     (folder / "pytest.ini").write_text("[pytest]\n")
     command = [sys.executable, "-m", "gpu_checks.isolated", "--out", str(folder / "out.json"), *options, "test_some.py"]
     environment = {"PYTHONPATH": str(ROOT / "tools"), "PATH": "/usr/bin:/bin", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    environment[WITHOUT] = "1"
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     found = json.loads((folder / "out.json").read_text())
     return done.returncode, {test.split("::")[1]: told["outcome"] for test, told in found.items()}

@@ -48,7 +48,7 @@ class Plain(WeightForm):
             return cls(weight.shape, bias, weight)
         counters = options.tuner.counters(weight.device)
         if options.batch_invariant:
-            (rows, columns), early = weight.shape, has_early_start(weight.device)
+            (rows, columns), early = weight.shape, has_early_start(weight.device) and options.fused.starts_early(1)
             return cls(weight.shape, bias, weight, counters, fixed_config(rows, columns, weight.element_size(), early))
         choices = options.tuner.choose_small(weight, bias, options.batch_sizes, options.fused)
         return cls(weight.shape, bias, weight, counters, choices=choices)

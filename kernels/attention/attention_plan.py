@@ -13,7 +13,6 @@ from ..native.registration import Int32, Written, operator
 from .attention_tile import PLAN_HEADER, PLAN_TILE
 from .work_item import ITEM_SIZE
 
-MIN_SPLIT_TILES = 2  # a shorter split would cost more to merge than it saves
 WAVES_WHEN_FULL = 1  # with more rows than one wave holds, long rows may be split into so many waves more
 MOST_SPLITS = 16  # of one row: merging them is a chain of loads, and grids and workspaces are sized for as many
 
@@ -39,7 +38,6 @@ class PlanMeta(NamedTuple):
     BLOCK: int
     HEADER: int = PLAN_HEADER
     TILE: int = PLAN_TILE
-    MIN_TILES: int = MIN_SPLIT_TILES
     WAVES: int = WAVES_WHEN_FULL
     MOST_SPLITS: int = MOST_SPLITS
 
@@ -92,7 +90,7 @@ def _attention_plan_kernel(
         # the smallest split of whole tiles with which all rows fit: sum(ceil(span / split)) <= capacity. It lies
         # between total / capacity and total / (capacity - filled)
         most = tl.maximum(tl.cdiv(tl.max(span), TILE), 1)
-        low = tl.maximum(tl.cdiv(total, capacity.to(tl.int64) * TILE).to(tl.int32), META.MIN_TILES)
+        low = tl.maximum(tl.cdiv(total, capacity.to(tl.int64) * TILE).to(tl.int32), 1)
         low = tl.maximum(low, tl.cdiv(most, META.MOST_SPLITS))
         spare = tl.maximum(capacity - filled, 1).to(tl.int64)
         high = tl.where(capacity > filled, tl.cdiv(total, spare * TILE).to(tl.int32), most)

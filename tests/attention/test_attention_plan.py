@@ -90,7 +90,7 @@ def test_padding_rows_get_no_work_whatever_their_lengths_say(device):
 
 def test_window_limits_the_work_that_is_planned(device):
     _, splits, _ = plan_of([100_000, 300], device, wave_items=16, window_left=255)
-    assert splits == [2, 2]
+    assert splits == [4, 4]
 
 
 def test_fixed_splits_depend_on_the_row_alone(device):

@@ -10,7 +10,7 @@ from graphdecode.kernels.linear.linear import linear
 from graphdecode.kernels.linear.small_linear import candidates
 from graphdecode.linear import small_linear_timing
 from graphdecode.linear.linear_choice import LinearChoice
-from graphdecode.linear.small_linear_timing import FUSED_FORMS, Contest, GraphClock, fastest_product
+from graphdecode.linear.small_linear_timing import FUSED_FORMS, Contest, FusedForm, GraphClock, fastest_product
 
 
 def weight_of(out_features, in_features, dtype=torch.float32):
@@ -38,9 +38,10 @@ class StandInClock:
         return 1e-6 + self._seconds(config)
 
 
-def contest(seconds, rows=8, has_pdl=True, dtype=torch.bfloat16):
+def contest(seconds, rows=8, has_pdl=True, dtype=torch.bfloat16, place="v"):
     clock = StandInClock(seconds, has_pdl)
-    winner, times = fastest_product(weight_of(64, 512, dtype), None, rows, clock)
+    fused = FUSED_FORMS.get(place, FusedForm())
+    winner, times = fastest_product(weight_of(64, 512, dtype), None, rows, clock, fused)
     return winner, times, clock.timed[2:]
 
 
@@ -61,6 +62,14 @@ def test_no_early_start_where_the_gpu_has_none():
     _, _, timed = contest(lambda _: 5e-6, has_pdl=False)
     assert timed
     assert not any(config.pdl for config in timed)
+
+
+@pytest.mark.parametrize(
+    ("place", "rows", "may"), [("gate_up", 1, False), ("gate_up", 16, False), ("gate_up", 17, True), ("qkv", 1, True)]
+)
+def test_a_gated_product_of_few_rows_does_not_start_early(place, rows, may):
+    _, _, timed = contest(lambda _: 5e-6, rows=rows, place=place)
+    assert any(config.pdl for config in timed) == may
 
 
 @pytest.mark.parametrize("seconds", [20e-6, 9.9e-6])

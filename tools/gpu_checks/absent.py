@@ -26,6 +26,9 @@ class _Kind(type):
             raise AttributeError(name)
         return cls()
 
+    def __getitem__(cls, key: Any) -> Any:
+        return cls()
+
 
 class Absent(Exception, metaclass=_Kind):
     """Any attribute of a package: a class, a function, or a decorator that drops a test."""
@@ -42,6 +45,9 @@ class Absent(Exception, metaclass=_Kind):
     def __getattr__(self, name: str) -> Absent:
         if name.startswith("__"):
             raise AttributeError(name)
+        return Absent()
+
+    def __getitem__(self, key: Any) -> Absent:
         return Absent()
 
     def __call__(self, *given: Any, **_: Any) -> Absent:

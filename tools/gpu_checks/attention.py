@@ -37,7 +37,6 @@ VARIANTS: dict[str, dict[str, int]] = {
     "tiles of 64": {"BLOCK_N": 64},
     "tiles of 128": {"BLOCK_N": 128},
     "tiles of 32, 4 stages": {"BLOCK_N": 32, "num_stages": 4},
-    "splits of one tile": {"MIN_SPLIT_TILES": 1},
     "4 splits at most": {"MOST_SPLITS": 4},
     "2 more waves": {"WAVES_WHEN_FULL": 2},
     "3 more waves": {"WAVES_WHEN_FULL": 3},
@@ -53,7 +52,7 @@ def varied(changed: dict[str, int]) -> Iterator[None]:
     of_tile = {name: value for name, value in changed.items() if name.islower() or name == "BLOCK_N"}
     is_early = of_tile.pop("pdl", 1)
     constants = {name: value for name, value in changed.items() if hasattr(attention_plan, name)}
-    fields = {"MIN_TILES": "MIN_SPLIT_TILES", "WAVES": "WAVES_WHEN_FULL", "MOST_SPLITS": "MOST_SPLITS"}
+    fields = {"WAVES": "WAVES_WHEN_FULL", "MOST_SPLITS": "MOST_SPLITS"}
     defaults = PlanMeta._field_defaults | {field: constants[of] for field, of in fields.items() if of in constants}
     with ExitStack() as stack:
 

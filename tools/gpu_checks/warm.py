@@ -31,7 +31,7 @@ def compiled_first(
     """Replace the tuning: call a share of the candidates, and choose the first."""
     out_features, in_features = weight.shape
     found = candidates(out_features, in_features, weight.element_size(), rows, clock.units, fused.is_normed)
-    early = [config._replace(pdl=clock.has_pdl) for config in found]
+    early = [config._replace(pdl=clock.has_pdl and fused.starts_early(rows)) for config in found]
     x = weight.new_empty(rows, in_features)
     out = weight.new_empty(rows, out_features if fused.epilogue in ("store", "add") else out_features // 2)
     gain = torch.empty(in_features, device=weight.device) if fused.is_normed else None

@@ -278,7 +278,7 @@ def _pretended(gpu: Gpu, product_us: Callable[[Launch], float]) -> Iterator[None
         found = candidates(out_features, in_features, weight.element_size(), rows, gpu.processors, fused.is_normed)
         if not found:
             return None, {"plain": 1.0}
-        early = [config._replace(pdl=gpu.arch >= 90) for config in found]
+        early = [config._replace(pdl=gpu.arch >= 90 and fused.starts_early(rows)) for config in found]
         early += [config._replace(norms_apart=False) for config in early if config.norms_apart]
         apart_us = {True: _NORM_US, False: 0.0}
         times = {

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from graphdecode.kernels.attention.attention_plan import MIN_SPLIT_TILES
 from step_code.figures import Figures
 from step_code.launches import Gpu, Launch, RecordedStep, spread
 
@@ -173,8 +172,7 @@ def _loop_us(launch: Launch, context: int, costs: Costs) -> float:
     rows, kv_heads = given["rows"], given["kv_heads"]
     splits = max(launch.grid[0] // kv_heads // rows, 1)
     tiles = math.ceil(context / max(given["BLOCK_N"], 1))
-    tiles = max(math.ceil(tiles / splits), min(tiles, MIN_SPLIT_TILES))
-    return (tiles - 1) * costs.tile_cycles / costs.clock_hz * 1e6
+    return (math.ceil(tiles / splits) - 1) * costs.tile_cycles / costs.clock_hz * 1e6
 
 
 def early_bytes(launch: Launch, figures: Figures, gpu: Gpu) -> float:
