@@ -20,6 +20,7 @@ from graphdecode.linear.kept import Kept
 from graphdecode.linear.linear_choice import LinearChoice
 from graphdecode.linear.plain import Plain
 from graphdecode.linear.quantized_weight import QuantizedWeight
+from graphdecode.linear.small_linear_timing import FusedForm
 from graphdecode.linear.weight_form import ROWS_AT_ONCE, FormOptions, FusedProduct, RowTable, WeightForm
 
 
@@ -35,6 +36,7 @@ class Tiles(WeightForm):
     early: bool  # kernels support programmatic dependent launch
     major: int  # its major compute capability
     is_invariant: bool  # a row's bits do not depend on the number of rows
+    form: FusedForm  # what a step fuses with the product
     order: Tensor | None = None  # int32 [in_features], the input feature of each column; None: in order
 
     @classmethod
@@ -63,6 +65,7 @@ class Tiles(WeightForm):
             has_early_start(device),
             properties.major,
             options.batch_invariant,
+            options.fused,
             None if order is None else order.to(device),
         )
 
@@ -110,7 +113,8 @@ class Tiles(WeightForm):
     def _config(self, rows: int, *, is_normed: bool = False) -> SmallLinearConfig:
         first, given = self.parts[0], None if self.is_invariant else min(rows, ROWS_AT_ONCE)
         sizes = (first.words.shape[1], columns_of(first), first.layout)
-        return tiled_config(given, *sizes, self.units, self.early, is_normed, self.major)
+        early = self.early and self.form.starts_early(given or 1)
+        return tiled_config(given, *sizes, self.units, early, is_normed, self.major)
 
 
 @dataclass(frozen=True)

@@ -118,18 +118,21 @@ def _merge(results, row, first, splits, kv_head, heads, v_unit, META: tl.constex
     BLOCK_V: tl.constexpr = META.BLOCK_V
     values = tl.arange(0, BLOCK_V)
     kept = values < META.VALUE_DIM
-    m = tl.program_id(1) * META.BLOCK_M + tl.arange(0, MERGE_M)
+    flat = tl.arange(0, MERGE_S * MERGE_M)
+    m = tl.program_id(1) * META.BLOCK_M + flat % MERGE_M
     active = m < heads.q_len * heads.group
     acc = tl.zeros([MERGE_M, BLOCK_V], tl.float32)
     total = tl.zeros([MERGE_M], tl.float32)
     top = tl.full([MERGE_M], -float("inf"), tl.float32)
     for begin in range(0, splits, MERGE_S):
-        split = begin + tl.arange(0, MERGE_S)[:, None]
-        there = active[None, :] & (split < splits)
-        place = _place_of(first + split, m[None, :], kv_head, heads)
+        split = begin + flat // MERGE_M
+        there = active & (split < splits)
+        place = _place_of(first + split, m, kv_head, heads)
         sums = tl.load(results.partial_lse + place, mask=there, other=-float("inf"), cache_modifier=".cg")
-        at = results.partial + place[:, :, None] * META.VALUE_DIM + values[None, None, :]
-        parts = tl.load(at, mask=there[:, :, None] & kept[None, None, :], other=0.0, cache_modifier=".cg")
+        at = results.partial + place[:, None] * META.VALUE_DIM + values[None, :]
+        parts = tl.load(at, mask=there[:, None] & kept[None, :], other=0.0, cache_modifier=".cg")
+        sums = tl.reshape(sums, [MERGE_S, MERGE_M])
+        parts = tl.reshape(parts, [MERGE_S, MERGE_M, BLOCK_V])
         new_top = tl.maximum(top, tl.max(sums, axis=0))
         base = tl.where(new_top == -float("inf"), 0.0, new_top)
         weights = tl.exp2(sums - base[None, :])
@@ -138,6 +141,8 @@ def _merge(results, row, first, splits, kv_head, heads, v_unit, META: tl.constex
         total = total * shrink + tl.sum(weights, axis=0)
         top = new_top
     norm = tl.where(total == 0.0, 1.0, total)
+    m = tl.program_id(1) * META.BLOCK_M + tl.arange(0, MERGE_M)
+    active = m < heads.q_len * heads.group
     place = _place_of(row, m, kv_head, heads)
     _store_results(results, place, active, acc / norm[:, None] * v_unit, top + tl.log2(norm), META)
 
