@@ -161,6 +161,9 @@ INLINE int write_row(const int is_checked, const struct integer_rows *to, int64_
 static int row_in_integers(const struct integer_rows *to, int64_t row, const element *x,
                                  const struct block_weight *weight, int64_t rows) {
     if (rows > CHECKED_ROWS) return write_row(0, to, row, x, weight);
+#ifdef IN_BYTES
+    if (is_in_bytes(weight)) return write_row(IN_BYTES, to, row, x, weight);
+#endif
     return write_row(1, to, row, x, weight);
 }
 

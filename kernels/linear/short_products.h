@@ -4,7 +4,8 @@
  * and none is off by more than 2^-15 of that, which fp16 has rounded by 2^-12 and bf16 by 2^-9. Codes are unpacked to
  * pairs of 16 bits, which stay in the L1 cache while rows are read. One instruction adds two products of 16 bits, for two or
  * four times as many at a time as floats. One or two rows have two digits, 23 bits and a sign, which are multiplied with
- * codes as these come from memory.
+ * codes as these come from memory; beside linear codes of 4 bits three digits of a byte, of which one instruction
+ * multiplies twice as many.
  */
 #pragma once
 
@@ -13,18 +14,41 @@
 #define TOGETHER (LANES == 16 ? 8 : 6) /* rows whose sums, with SHORT_VECTORS each, stay in registers */
 #define SHORT_VECTORS 2
 #define PART 16 /* adjacent input features: half of a block, and the smallest span */
+#define IN_BYTES 2 /* `is_checked` of one or two rows in bytes; in shorts it is 1 */
+#define BYTES 3    /* digits of their multiples */
 
 typedef int16_t shorts __attribute__((vector_size(4 * LANES)));
 
-/* A row's values are [in], of one or two rows [in / LANES][digits][LANES]. */
+/* Whether one or two rows are multiplied in bytes. */
+static inline int is_in_bytes(const struct block_weight *weight) {
+    return weight->bits == 4 && weight->is_linear && weight->span >= QUANTIZED_BLOCK;
+}
+
+/* A row's values are [in], of one or two rows [in / LANES][digits][LANES], or in bytes [in / 4][BYTES + 1][4], of each 4
+ * features the second and the third in turned order. */
 INLINE int digits_of_multiple(const int is_checked) { return is_checked ? 2 : 1; }
 
 INLINE int bytes_of_multiple(const int is_checked) { return 2 * digits_of_multiple(is_checked); }
 
 INLINE int bits_of_multiple(const int is_checked) { return is_checked ? 23 : 15; }
 
-/* Write some multiples of a span, whose values begin at `at`; return what their second digits count. */
+/* The bytes of words, of each 4 words the first ones first; see above. */
+INLINE ivec turned_bytes(ivec words) {
+    const __m128i turned = _mm_setr_epi8(0, 8, 4, 12, 1, 9, 5, 13, 2, 10, 6, 14, 3, 11, 7, 15);
+#if LANES == 16
+    return (ivec)_mm512_shuffle_epi8((__m512i)words, _mm512_broadcast_i32x4(turned));
+#else
+    return (ivec)_mm256_shuffle_epi8((__m256i)words, _mm256_broadcastsi128_si256(turned));
+#endif
+}
+
+/* Write some multiples of a span, whose values begin at `at`; return what their last digits count. */
 INLINE ivec write_multiples(const int is_checked, char *at, int64_t i, ivec multiples) {
+    if (is_checked == IN_BYTES) {
+        ivec bytes = turned_bytes((multiples + 0x808080) ^ 0x808080); /* which have a sign each */
+        memcpy(at + i * bytes_of_multiple(is_checked), &bytes, sizeof bytes);
+        return (multiples + 0x8080) >> 16;
+    }
     typedef int16_t narrow_shorts __attribute__((vector_size(2 * LANES)));
     ivec uppers = (multiples + 32768) >> 16; /* without the digit below, which has a sign */
     narrow_shorts digits[] = {__builtin_convertvector(multiples, narrow_shorts),
@@ -159,10 +183,85 @@ INLINE void rows_in_shorts(const int bits, const int is_linear, const int rows, 
     memcpy(out, totals, rows * sizeof *totals);
 }
 
+/* The sums of pairs of 4-bit codes times digits. */
+INLINE shorts byte_pairs(shorts codes, shorts bytes) {
+#if LANES == 16
+    return (shorts)_mm512_maddubs_epi16((__m512i)codes, (__m512i)bytes);
+#else
+    return (shorts)_mm256_maddubs_epi16((__m256i)codes, (__m256i)bytes);
+#endif
+}
+
+/* Add a block's codes, of both halves of the panel from `lane` on, times a row's bytes to its lower and upper sums. What
+ * two products and 8 steps add up to, at most 8 * 2 * 15 * 128, fits in 16 bits. */
+INLINE void multiply_bytes(ivec (*sums)[2], const uint16_t *at, const char *values, const int lane) {
+    shorts found[BYTES][2];
+    __asm__("" : "+r"(at), "+r"(values)); /* or GCC 12 keeps what it reads for other lanes, too, on the stack */
+#pragma GCC unroll 8
+    for (int step = 0; step < QUANTIZED_BLOCK / 4; step++) {
+        const uint16_t *row = at + step * ROW_WORDS;
+        shorts words = (shorts)load_words(row + 2 * lane);
+        if (step % (HALF_PANEL / LANES) == lane / LANES) ask_ahead(row);
+        __asm__("" : "+v"(words)); /* which GCC would read twice */
+        shorts codes[2] = {words & 0x0f0f, words >> 4 & 0x0f0f};
+#pragma GCC unroll 3
+        for (int digit = 0; digit < BYTES; digit++)
+#pragma GCC unroll 2
+            for (int half = 0; half < 2; half++) {
+                shorts products = byte_pairs(codes[half], pair_of(values + 4 * ((BYTES + 1) * step + digit)));
+                found[digit][half] = step ? found[digit][half] + products : products;
+                __asm__("" : "+v"(found[digit][half])); /* or GCC adds all products later */
+            }
+    }
+#pragma GCC unroll 2
+    for (int half = 0; half < 2; half++) {
+        sums[0][half] = add_pairs(sums[0][half], found[0][half], (shorts){0} + 1);
+        sums[0][half] = add_pairs(sums[0][half], found[1][half], (shorts){0} + 256);
+        sums[1][half] = add_pairs(sums[1][half], found[2][half], (shorts){0} + 1);
+    }
+}
+
+/* The same as rows_in_shorts, in bytes. */
+static void rows_in_bytes(float *out, const struct span_job *job, const struct integer_rows *x, int64_t panel) {
+    const struct block_weight *weight = job->weight;
+    const int has_mins = weight->mins.at != 0;
+    const int64_t words = 4 * BLOCK_SIZE / 16, of_chunk = CHUNK / weight->span;
+    vec scales[MOST_GROUPS][VECTORS], mins[MOST_GROUPS][VECTORS], totals[CHECKED_ROWS][VECTORS] = {0};
+    for (int64_t span = 0; span < x->spans; span++) {
+        int64_t place = span % of_chunk, first = span * weight->span;
+        int64_t count = least_of(weight->span, x->in - first) / QUANTIZED_BLOCK;
+        const uint16_t *block = weight->panels + (panel * weight->blocks + first / QUANTIZED_BLOCK) * words;
+        if (place == 0) read_numbers(scales, mins, weight, panel, span, least_of(of_chunk, x->spans - span));
+        for (int64_t row = 0; row < job->rows; row++) {
+            const int64_t number = row * x->spans + span;
+            const float unit = x->units[number];
+            const char *values = x->values + row * x->stride + first * bytes_of_multiple(IN_BYTES);
+#pragma GCC unroll 2
+            for (int lane = 0; lane < HALF_PANEL; lane += LANES) {
+                ivec sums[2][2];
+#pragma GCC unroll 4
+                for (int i = 0; i < 4; i++) sums[i / 2][i % 2] = (ivec){0} + x->zeros[2 * number + i / 2];
+                for (int64_t i = 0; i < count; i++)
+                    multiply_bytes(sums, block + i * words, values + i * QUANTIZED_BLOCK * 4, lane);
+#pragma GCC unroll 2
+                for (int half = 0; half < 2; half++) {
+                    const int v = (half * HALF_PANEL + lane) / LANES;
+                    vec lower = __builtin_convertvector(sums[0][half], vec);
+                    vec upper = __builtin_convertvector(sums[1][half], vec);
+                    vec total = totals[row][v] + scales[place][v] * unit * (upper * 0x1p16f + lower);
+                    totals[row][v] = has_mins ? total + mins[place][v] * x->totals[number] : total;
+                }
+            }
+        }
+    }
+    memcpy(out, totals, job->rows * sizeof *totals);
+}
+
 /* sums[row][column] of one or two rows with one panel. */
 INLINE void few_integer_rows(const int bits, const int is_linear, float *out, const struct span_job *job,
                              const struct integer_rows *x, const int8_t *table, int64_t panel) {
-    if (job->rows == 1) rows_in_shorts(bits, is_linear, 1, out, job, x, table, panel);
+    if (bits == 4 && is_linear && is_in_bytes(job->weight)) rows_in_bytes(out, job, x, panel);
+    else if (job->rows == 1) rows_in_shorts(bits, is_linear, 1, out, job, x, table, panel);
     else rows_in_shorts(bits, is_linear, 2, out, job, x, table, panel);
 }
 
