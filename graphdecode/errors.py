@@ -4,6 +4,8 @@ Errors that users can cause derive from `GraphdecodeError`, and from the built-i
 `RuntimeError`). The command line shows them in one line; any other error is a bug, and shows a traceback.
 """
 
+from collections.abc import Iterable
+from difflib import get_close_matches
 from typing import Any
 
 _MOST_SHOWN = 120  # characters of a value in a message
@@ -48,6 +50,13 @@ def cause(error: Exception) -> str:
     if isinstance(error, OSError) and error.strerror:
         return error.strerror[0].lower() + error.strerror[1:]
     return str(error)
+
+
+def resembling(name: str, known: Iterable[str]) -> str:
+    """Return "; did you mean ...?" with the known name that a wrong one resembles, for a message; else nothing."""
+    lower = {each.lower(): each for each in known}
+    close = get_close_matches(name.lower(), lower, 1)
+    return f"; did you mean {lower[close[0]]!r}?" if close else ""
 
 
 def shown(value: Any, *, plain: bool = False) -> str:

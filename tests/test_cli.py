@@ -122,6 +122,7 @@ def test_a_refused_prompt_is_named_while_the_others_are_answered() -> None:
     assert result.returncode == 2
     assert "3\n" in result.stdout
     assert "600 tokens" in result.stderr
+    assert "hint: the demo only continues prompts such as 417+385=" in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -131,6 +132,7 @@ def test_a_refused_prompt_is_named_while_the_others_are_answered() -> None:
         (["generate", "hello"], "give prompts with --prompt"),
         (["generate", "-p", "a", "--prompts-file", "none.txt"], "none.txt"),
         (["generate", "-p", "a", "--model", "no-such-model"], "'no-such-model' is not a folder"),
+        (["generate", "-p", "a", "--model", "shape:llama-100m"], "is a shape, with random weights and no tokenizer"),
         (["generate", "-p", "a", "--config", "none.toml"], "error: none.toml: no such file or directory"),
         (["generate", "-p", "a", "--max-tokens", "0"], "--max-tokens must be an integer >= 1"),
         (

@@ -1,5 +1,6 @@
 """The configuration file and its Python side: what they accept, and how they say what is wrong."""
 
+import re
 import tomllib
 from dataclasses import fields, replace
 from fractions import Fraction
@@ -12,6 +13,7 @@ import torch
 from graphdecode import ArgumentError
 from graphdecode.config import BucketConfig, ConfigError, EngineConfig
 from graphdecode.config.key import keys_of, toml_value
+from graphdecode.kernels.native.instructions import NAMES
 from making.configuration import default_file, reference
 
 ROOT = Path(__file__).parent.parent
@@ -228,6 +230,13 @@ def test_the_committed_file_holds_the_defaults() -> None:
     assert EngineConfig.load(ROOT / "buckets.toml") == EngineConfig()
     for each in [*keys_of(BucketConfig), *keys_of(EngineConfig)]:
         assert f"{each.name} = " in (ROOT / "buckets.toml").read_text()
+
+
+def test_the_reference_names_all_environment_variables_and_sets_of_instructions() -> None:
+    sources = [file.read_text() for room in ("graphdecode", "kernels") for file in (ROOT / room).rglob("*.py")]
+    table = reference().partition("## Environment variables")[2]
+    assert {*re.findall(r"`(GRAPHDECODE_\w+)`", table)} == {*re.findall(r"\bGRAPHDECODE_[A-Z_]+\b", "".join(sources))}
+    assert all(f"`{name}`" in table for name in NAMES)
 
 
 def test_the_committed_reference_and_file_are_those_of_the_code() -> None:

@@ -187,6 +187,20 @@ def test_the_readme_names_both_commands() -> None:
     assert named >= {"tools/quickstart", "tools/test", "graphdecode"}
 
 
+def test_the_two_commands_say_what_they_take_before_they_take_it(tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "tools", tmp_path / "tools", ignore=lambda _, names: {*names} - {"quickstart", "test"})
+    (tmp_path / "tools/environment.sh").write_text("environment() { echo made >&2; exit 3; }\n")
+    for command, status, said in (
+        ("tools/quickstart --help", 0, r"usage: tools/quickstart\n.*Python 3\.11.* GB of disk.*"),
+        ("tools/quickstart smollm2", 2, r"error: tools/quickstart takes no arguments, got smollm2.*--help.*\n"),
+        ("tools/quickstart", 3, "made\n"),
+        ("tools/test", 3, r"the whole suite takes about \d+ minutes.*tools/test PATH runs a part\nmade\n"),
+        ("tools/test tests/text", 3, "made\n"),
+    ):
+        ran = subprocess.run(["bash", *command.split()], cwd=tmp_path, capture_output=True, text=True, check=False)
+        assert (ran.returncode, bool(re.fullmatch(said, ran.stdout + ran.stderr, re.DOTALL))) == (status, True), ran
+
+
 def test_the_readme_is_short() -> None:
     assert len(README.read_text().splitlines()) <= MAX_README_LINES
 

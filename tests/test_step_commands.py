@@ -136,6 +136,10 @@ def test_what_graphviz_says_of_a_picture_is_passed_on(run, tmp_path):
         (("check", "mystep:nothing"), "error: mystep:nothing: the module must have that function"),
         (("check", "broken:step"), "error: broken cannot be imported at"),
         (("check", "nowhere:step"), "error: nowhere cannot be imported: ModuleNotFoundError"),
+        (
+            ("check", "here.py:step"),
+            "error: here.py cannot be imported (a module is meant, such as here:step, not a file)",
+        ),
         (("check", "half:step"), "error: half:step: the module must have that function, and a StepBuffers"),
     ],
 )

@@ -61,12 +61,12 @@ def state() -> str:
     facts: dict[str, object] = {"graphdecode": graphdecode.__version__, "platform": platform.platform()}
     facts |= {name: version_of(name) for name in _PACKAGES}
     try:
-        device = resolve_device("auto")
+        device, resolve = resolve_device("auto"), partial(resolve_dtype, compiles=False)
         facts |= describe_environment(device)
         dtypes = {
-            "plain weights in bfloat16": resolve_dtype("auto", torch.bfloat16, device),
-            "plain weights in float16": resolve_dtype("auto", torch.float16, device),
-            "quantized integers": resolve_dtype("auto", torch.bfloat16, device, integer_quantized=True),
+            "plain weights in bfloat16": resolve("auto", torch.bfloat16, device),
+            "plain weights in float16": resolve("auto", torch.float16, device),
+            "quantized integers": resolve("auto", torch.bfloat16, device, integer_quantized=True),
         }
         chosen = ", ".join(f"{str(dtype).removeprefix('torch.')} for {what}" for what, dtype in dtypes.items())
         last = [library.describe(), f"dtype auto: {chosen}"]

@@ -91,6 +91,11 @@ def generate(
                 record_batch_sizes(record_batches, llm.stats.batch_sizes)
         print_message(run_summary(llm, outputs, ready - began, time.perf_counter() - ready))
         _hint_at_chat_template(llm, outputs)
+        if model == "demo" and not all(text.endswith("=") for text in texts):
+            print_message(
+                "hint: the demo only continues prompts such as 417+385=, rev oceanic= and sort zebra=; for others give "
+                "another --model"
+            )
     refused = [output for output in outputs if output.error is not None]
     for output in refused:
         print_error(f"{textwrap.shorten(repr(output.prompt), 60)}: {output.error}")

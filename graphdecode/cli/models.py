@@ -19,7 +19,7 @@ from graphdecode.cli.options import (
     wide_console,
     with_settings,
 )
-from graphdecode.errors import ArgumentError, GraphdecodeError
+from graphdecode.errors import ArgumentError, GraphdecodeError, resembling
 
 if TYPE_CHECKING:
     import torch
@@ -150,8 +150,11 @@ def install(name: Annotated[str, typer.Argument(help="What `graphdecode models` 
 
     model = installable(name)
     if model is None:
-        known = ", ".join(each.name for each in INSTALLABLE)
-        raise ArgumentError(f"no model {name!r} can be installed; known are {known}. Others: give --model a path or id")
+        known = [each.name for each in INSTALLABLE]
+        raise ArgumentError(
+            f"no model {name!r} can be installed{resembling(name, known)}; known are {', '.join(known)}. Others: give "
+            "--model a path or id"
+        )
     file = model.installed_file()
     if file is None:
         print_message(f"{model.summary}; {model.megabytes} MB, licence {model.licence}")

@@ -36,13 +36,15 @@ class _UserStep(NamedTuple):
 def _load(target: str) -> _UserStep:
     from graphdecode.buffers import StepBuffers
 
-    module_name, _, function = target.partition(":")
+    module_name, colon, function = target.partition(":")
     sys.path.insert(0, ".")
     try:
         module = importlib.import_module(module_name)
     except Exception as error:
         last = traceback.extract_tb(error.__traceback__)[-1]
         where = "" if "importlib" in last.filename else f" at {last.filename}:{last.lineno}"
+        if module_name.endswith(".py"):
+            where = f" (a module is meant, such as {Path(module_name).stem}{colon}{function}, not a file)"
         raise ArgumentError(f"{module_name} cannot be imported{where}: {type(error).__name__}: {error}") from error
     names = (function or "step", "buffers", "between_steps", "batch_sizes")
     step, buffers, between_steps, batch_sizes = (getattr(module, name, None) for name in names)

@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphdecode.errors import ArgumentError
+from graphdecode.errors import ArgumentError, resembling
 from graphdecode.linear.weight_form import Shard, Stored
 from graphdecode.models.config import ModelConfig
 from graphdecode.models.families import ARCHITECTURES
 from graphdecode.models.family import config_of, family_of
+from graphdecode.models.source import SHAPE_PREFIX
 from graphdecode.models.weight_map import parts
 
 _SIZES = (
@@ -53,15 +54,15 @@ SHAPES = {  # sizes in the order of `_SIZES`
         "qwen.Qwen3Moe", 151936, 2048, 6144, 48, 32, 4, 40960, head_dim=128, rope_theta=1e6, **_QWEN3_EXPERTS
     ),
 }
-PREFIX = "shape:"
 _STANDARD_DEVIATION = 0.02
 
 
 def shape_config(name: str) -> ModelConfig:
     """Return the bf16 configuration of a shape, such as `shape:llama-3.1-8b`."""
-    shape = SHAPES.get(name.removeprefix(PREFIX))
+    shape = SHAPES.get(name.removeprefix(SHAPE_PREFIX))
     if shape is None:
-        raise ArgumentError(f"unknown shape {name!r}; known are {', '.join(PREFIX + known for known in SHAPES)}")
+        known = [SHAPE_PREFIX + each for each in SHAPES]
+        raise ArgumentError(f"unknown shape {name!r}; known are {', '.join(known)}{resembling(name, known)}")
     return config_of({"dtype": "bfloat16", "rms_norm_eps": 1e-5} | shape)
 
 
@@ -76,7 +77,7 @@ class RandomWeights:
     @classmethod
     def opens(cls, model: str | Path) -> bool:
         """Whether a model's name is a shape."""
-        return str(model).startswith(PREFIX)
+        return str(model).startswith(SHAPE_PREFIX)
 
     def config(self) -> ModelConfig:
         """Return the configuration of the shape."""

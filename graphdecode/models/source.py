@@ -14,10 +14,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from graphdecode.errors import GraphdecodeError, shown
+from graphdecode.errors import GraphdecodeError, resembling, shown
 from graphdecode.models.gguf.files import SUFFIX, models_among, models_in, of_quantization, shards_of
 
 VARIABLE = "GRAPHDECODE_MODELS"
+SHAPE_PREFIX = "shape:"  # of models with random weights; see `shapes.py`
 DEMO = Path(__file__).parent / "demo"
 _EXPECTED = "a checkpoint folder, a .gguf file, a repository id, or what `graphdecode models` lists"
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"  # prefix of a pointer file
@@ -221,14 +222,19 @@ def resolve_model_path(model: str | Path) -> Path:
         if path.suffix == SUFFIX:
             return path
         raise ModelSourceError(_not_a_folder(name, path))
+    if name.startswith(SHAPE_PREFIX):
+        raise ModelSourceError(
+            f"model {shown(name)} is a shape, with random weights and no tokenizer: only `graphdecode profile`, "
+            "`buckets` and `inspect` take one"
+        )
     found = _in_model_folders(name)
     if found is not None:
         return _gguf_in(found) or found
     if path.suffix == SUFFIX:
-        raise ModelSourceError(f"model {shown(name)}: there is no such file, and {_elsewhere()}; {_here()}")
+        raise ModelSourceError(f"model {shown(name)}: there is no such file, and {_elsewhere()}; {_here(name)}")
     if not re.fullmatch(r"[\w.-]+/[\w.-]+(:[\w.-]+)?", name) or path.is_absolute():
         raise ModelSourceError(
-            f"model {shown(name)} is not a folder, {_elsewhere()}, not a repository id (owner/name); {_here()}"
+            f"model {shown(name)} is not a folder, {_elsewhere()}, not a repository id (owner/name); {_here(name)}"
         )
     return _fetched(name)
 
@@ -256,8 +262,9 @@ def _elsewhere() -> str:
     return f"in no folder of {VARIABLE} ({folders})"
 
 
-def _here() -> str:
-    return f"this machine has {', '.join(model.name for model in local_models())}"
+def _here(name: str) -> str:
+    here = [model.name for model in local_models()]
+    return f"this machine has {', '.join(here)}{resembling(name, [*here, *(each.name for each in INSTALLABLE)])}"
 
 
 def _gguf_in(path: Path) -> Path | None:
@@ -307,7 +314,7 @@ def _fetched(model: str) -> Path:
         reason = " ".join(str(error).split())
         raise ModelSourceError(
             f"model {name!r} is not a folder, {_elsewhere()}, not in the cache ({constants.HF_HUB_CACHE}), and it "
-            f"could not be fetched from the hub: is there a network? ({reason}) {_here()}"
+            f"could not be fetched from the hub: is there a network? ({reason}) {_here(name)}"
         ) from error
 
 

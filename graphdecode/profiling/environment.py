@@ -25,6 +25,7 @@ def describe_environment(device: torch.device | str) -> dict[str, str | int | fl
     """
     device = torch.device(device)
     on_gpu = device.type == "cuda"
+    has_kernels = native.why_not() is None if native.LOADED else native.is_expected(None)  # a report compiles nothing
     cpu = _cpu_fields()
     name = torch.cuda.get_device_name(device) if on_gpu else cpu.get("model name")
     facts: dict[str, str | int | float] = {
@@ -33,7 +34,7 @@ def describe_environment(device: torch.device | str) -> dict[str, str | int | fl
         "cache_bytes": cache_bytes(device),
         "cpu_mhz": cpu.get("cpu MHz", "unknown"),
         "load_average": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else "unknown",
-        "instructions": "none" if on_gpu or native.why_not() else instructions().name,
+        "instructions": instructions().name if has_kernels and not on_gpu else "none",
         "threads": torch.get_num_threads(),
         "cores": os.cpu_count() or 0,
         "python": platform.python_version(),

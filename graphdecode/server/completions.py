@@ -278,7 +278,7 @@ async def _send_more(send: Send, data: bytes) -> None:
 
 _MAX_PARTS_HERE = 64  # bodies with more are prepared in a child process; these take some milliseconds
 _LIMITS = JobLimits(cpu_seconds=20, wall_seconds=60.0, memory_bytes=1 << 30)
-_DEFAULT_MAX_TOKENS = 16  # OpenAI's
+_DEFAULT_MAX_TOKENS = 16  # OpenAI's; null is as many as fit, as vLLM's
 
 
 @dataclass(frozen=True)
@@ -394,7 +394,7 @@ def prepared_completion(preprocessor: Preprocessor, body: Completion) -> Prepare
         raise HttpError(400, "suffix is not supported: text is generated after a prompt only", param="suffix")
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise HttpError(400, "best_of is not supported: request n outputs and choose", param="best_of")
-    max_tokens = _DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+    max_tokens = body.max_tokens if "max_tokens" in body.model_fields_set else _DEFAULT_MAX_TOKENS
     scored = body.logprobs if body.echo and body.prompt_logprobs is None else body.prompt_logprobs
     params = protocol.sampling_params(
         body, preprocessor.sampling_defaults, max_tokens=max_tokens, logprobs=body.logprobs, prompt_logprobs=scored
@@ -404,7 +404,7 @@ def prepared_completion(preprocessor: Preprocessor, body: Completion) -> Prepare
     processor, tokenized = preprocessor.input_processor, []
     for prompt in map(as_prompt, prompts):
         ids = processor.encode(prompt, special=special)
-        tokenized.append(processor.tokenized_prompt(prompt, ids, shared))
+        tokenized.append(preprocessor.tokenized_prompt(prompt, ids, shared, body))
     return Prepared(protocol.without_large_parts(body), tokenized, structured)
 
 
@@ -492,15 +492,16 @@ def prepared_chat(preprocessor: Preprocessor, body: ChatCompletion) -> Prepared:
     names = frozenset(_tool_names(body))
     tools = _tool_format(preprocessor, body, body.tools) if wants_tools else None
     structured = _structured(preprocessor, body, tools)
-    limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    params = protocol.sampling_params(body, preprocessor.sampling_defaults, max_tokens=limit, logprobs=logprobs)
+    params = protocol.sampling_params(
+        body, preprocessor.sampling_defaults, max_tokens=body.most_tokens, logprobs=logprobs
+    )
     if tools is not None and tools.is_special:
         params = params.unchecked(skip_special_tokens=False)
     rendered = rendered_chat(preprocessor, body, with_tools=wants_tools)
     ending, is_structured = rendered.ending(params), structured is not None
     shared = preprocessor.tokenized_params(ending, 1, body, is_structured=is_structured)
-    prompt = preprocessor.input_processor.tokenized_prompt(rendered.text, rendered.token_ids, shared)
+    prompt = preprocessor.tokenized_prompt(rendered.text, rendered.token_ids, shared, body)
     return Prepared(protocol.without_large_parts(body), [prompt], structured, tools, names)
 
 

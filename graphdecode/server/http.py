@@ -84,7 +84,10 @@ async def _handle(request: Request, error: Exception) -> Response:
             paths = (getattr(route, "path", "") for route in request.app.routes)
             there = ", ".join(path for path in dict.fromkeys(paths) if path.startswith("/v1"))
             message = f"there is no {shown(request.url.path, plain=True)}; below /v1 there are {there}"
-        error = HttpError(error.status_code, message, headers=dict(error.headers or {}))
+        headers = dict(error.headers or {})
+        if "Allow" in headers:
+            message = f"{shown(request.url.path, plain=True)} takes {headers['Allow']}, got {request.method}"
+        error = HttpError(error.status_code, message, headers=headers)
     elif not isinstance(error, GraphdecodeError):
         error = HttpError(500, "internal error; see the server's log")
     return error_response(error if isinstance(error, HttpError) else as_http_error(error, frozenset()))

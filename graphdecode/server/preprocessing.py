@@ -10,11 +10,12 @@ from typing import Any
 
 from graphdecode.config import ServerConfig
 from graphdecode.engine import SamplingParams
-from graphdecode.errors import GraphdecodeError
+from graphdecode.engine.request import ContextLengthError
+from graphdecode.errors import GraphdecodeError, shown
 from graphdecode.server.http import HttpError
 from graphdecode.server.messages import EngineReady
 from graphdecode.server.protocol import Generation
-from graphdecode.text.input_processor import InputProcessor, TokenizedParams
+from graphdecode.text.input_processor import InputProcessor, TokenizedParams, TokenizedPrompt
 
 
 @dataclass
@@ -74,3 +75,19 @@ class Preprocessor:
         return self.input_processor.tokenized_params(
             params, priority=priority, is_structured=is_structured, adapter=adapter
         )
+
+    def tokenized_prompt(
+        self, prompt: str | list[int], token_ids: list[int], params: TokenizedParams, body: Generation
+    ) -> TokenizedPrompt:
+        """Truncate a tokenized prompt; raises `RequestError` if it, or the output that the body asks for, cannot fit.
+
+        The message of the latter is vLLM's.
+        """
+        tokenized = self.input_processor.tokenized_prompt(prompt, token_ids, params)
+        asked, given, limit = body.most_tokens, len(tokenized.token_ids), self.engine.rules.capacity.token_limit
+        if asked is not None and given + asked > limit:
+            raise ContextLengthError(
+                f"{body.length_field} is too large: {shown(asked)}. This model's maximum context length is {limit} "
+                f"tokens and your request has {given} input tokens ({shown(asked)} > {limit} - {given})"
+            )
+        return tokenized

@@ -86,6 +86,16 @@ class Generation(SamplingFields):
     priority: int | None = None
     return_token_ids: bool | None = None
 
+    @property
+    def length_field(self) -> str:
+        """The field that limits the output."""
+        return "max_tokens"
+
+    @property
+    def most_tokens(self) -> int | None:
+        """Its value."""
+        return getattr(self, self.length_field)  # type: ignore[no-any-return]
+
 
 class Completion(Generation):
     """`POST /v1/completions`."""
@@ -116,6 +126,11 @@ class ChatCompletion(ChatFields, Generation):
     max_completion_tokens: int | None = None
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
+
+    @property
+    def length_field(self) -> str:
+        """The field that limits the output; `max_tokens` is its old name."""
+        return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
 
 
 class Tokenize(ChatFields):

@@ -92,9 +92,8 @@ class LLM:
     Any number of threads may use it. It starts none: one of the threads that wait for outputs steps for all.
 
     Args:
-        model: a Hugging Face checkpoint folder, a `.gguf` file, a repository id, `"smollm2"` if installed, `"demo"`, a
-            name in a folder of GRAPHDECODE_MODELS, or a shape such as `"shape:llama-3.1-8b"` with random weights; see
-            `resolve_model_path`.
+        model: a Hugging Face checkpoint folder, a `.gguf` file, a repository id, `"smollm2"` if installed, `"demo"`, or
+            a name in a folder of GRAPHDECODE_MODELS; see `resolve_model_path`.
         config: all settings, only those of the buckets, the path of a configuration file, or its sections as a dict.
         progress: show bars on standard error while loading and capturing.
         tokenizer: a folder or repository to take it from, or a tokenizer (`graphdecode.text.load_tokenizer`).

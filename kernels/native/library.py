@@ -174,14 +174,20 @@ def why_not() -> str | None:
 
 
 def describe() -> str:
-    """Return the status of the compiled kernels, as text."""
-    loaded = _load()
-    if loaded.library is None:
-        return f"compiled kernels: none, torch's operators do the work: {loaded.reason}"
-    by = "none, the package carries them"
-    if loaded.compiler is not None:
-        by = f"{' '.join(loaded.compiler.command)} ({loaded.compiler.version.partition(chr(10))[0]})"
-    return f"compiled kernels: {loaded.file}\ncompiler: {by}\nthreads: {torch.get_num_threads()}"
+    """Return the status of the compiled kernels, as text, without compiling."""
+    try:
+        if os.environ.get(SWITCH) == "0":
+            raise NotCompiled(f"{SWITCH} is 0")
+        if all(_carried_file(unit).exists() for unit in UNITS):
+            return f"compiled kernels: {CARRIED}\ncompiler: none, the package carries them"
+        compiler = Compiler.found()
+        folder, names = cache_folder() / "native", _names(UNITS, compiler)
+        count = sum((folder / name).exists() for name in names.values())
+    except (NotCompiled, OSError) as error:
+        return f"compiled kernels: none, torch's operators do the work: {error}"
+    by = f"{' '.join(compiler.command)} ({compiler.version.partition(chr(10))[0]})"
+    there = f"{count} of {len(names)} libraries" if count else "not compiled yet"
+    return f"compiled kernels: {folder} ({there}; each is compiled when it is first needed)\ncompiler: {by}"
 
 
 def is_expected(element: torch.dtype | None) -> bool:
@@ -246,7 +252,7 @@ def _made_or_not(units: list[Unit]) -> dict[Unit, LoadedLibrary]:
         except (NotCompiled, OSError) as error:
             reason = str(error)
             _LOG.warning(
-                "graphdecode: steps will take many times as long, for there are no compiled kernels: %s "
+                "graphdecode: steps will take 4 to 20 times as long, for there are no compiled kernels: %s "
                 "(%s=0 does without them and says nothing)", " ".join(reason.split()), SWITCH,
             )  # fmt: skip
     return {unit: LoadedLibrary(None, None, None, reason) for unit in UNITS if unit not in LOADED}
@@ -313,12 +319,16 @@ def _share(loaded: Mapping[Unit, ctypes.CDLL]) -> None:
                 getattr(library, f"share_{name}")(ctypes.cast(getattr(first, name), ctypes.c_void_p))
 
 
+def _names(units: list[Unit], compiler: Compiler) -> dict[Unit, str]:
+    """Return the file names of compiled libraries."""
+    digest = _digest([*compiler.command, *include_flags(), compiler.processor, compiler.version])
+    return {unit: f"{digest}-{unit.file}" for unit in units}
+
+
 def _compiled(units: list[Unit]) -> dict[Unit, LoadedLibrary]:
     """Load compiled libraries; missing ones are compiled in parallel."""
     compiler = Compiler.found()
-    options = include_flags()
-    digest = _digest([*compiler.command, *options, compiler.processor, compiler.version])
-    named = {unit: f"{digest}-{unit.file}" for unit in units}
+    named = _names(units, compiler)
     problems: list[str] = []
     temporary = Path(tempfile.gettempdir()) / f"graphdecode-{os.geteuid()}"
     for place in (lambda: cache_folder() / "native", lambda: temporary):
@@ -326,7 +336,7 @@ def _compiled(units: list[Unit]) -> dict[Unit, LoadedLibrary]:
         try:
             path = place()
             with closing(PrivateFolder(path)) as folder:
-                _make_missing(folder, named, compiler, options)
+                _make_missing(folder, named, compiler)
                 loaded = {unit: _opened(folder, name) for unit, name in named.items()}
         except OSError as error:  # not writable, or mounted noexec
             problems.append(f"{path}: {error}")
@@ -348,14 +358,14 @@ def _opened(folder: PrivateFolder, name: str) -> ctypes.CDLL:
     return opened_library(descriptor)
 
 
-def _make_missing(folder: PrivateFolder, named: dict[Unit, str], compiler: Compiler, options: list[str]) -> None:
+def _make_missing(folder: PrivateFolder, named: dict[Unit, str], compiler: Compiler) -> None:
     """Compile a folder's missing libraries, or wait for another process that does."""
     if all(map(folder.holds, named.values())):
         return
     with _announced(), folder.locked(_WAIT_SECONDS):
         missing = {unit: name for unit, name in named.items() if not folder.holds(name)}
         with folder.scratch() as scratch:
-            compiler.compile({scratch / name: source_text(*unit) for unit, name in missing.items()}, options)
+            compiler.compile({scratch / name: source_text(*unit) for unit, name in missing.items()}, include_flags())
             check_sources()  # what was compiled has the name of what was imported
             for name in missing.values():
                 folder.put(scratch / name, name)

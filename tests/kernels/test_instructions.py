@@ -146,11 +146,16 @@ def test_the_command_line_refuses_in_one_line(tmp_path: Path) -> None:
 
 
 @compiled
-def test_the_set_that_kernels_use_is_told_with_the_versions() -> None:
+def test_the_set_that_kernels_use_is_told_with_the_versions_and_nothing_is_compiled(tmp_path: Path) -> None:
     told = run_command("--version", "--debug").stdout
     assert f"instructions: {instructions().name}" in told.splitlines()
+    assert re.search(rf"^compiled kernels: .* \(\d of {len(native.UNITS)} libraries; ", told, re.MULTILINE)
     told = spawn_command("--version", "--debug", GRAPHDECODE_NATIVE="0").stdout
     assert "instructions: none" in told.splitlines()
+    told = spawn_command("--version", "--debug", GRAPHDECODE_CACHE_DIR=str(tmp_path / "new")).stdout
+    assert f"compiled kernels: {tmp_path / 'new' / 'native'} (not compiled yet; " in told
+    assert f"instructions: {instructions().name}" in told.splitlines()
+    assert not (tmp_path / "new").exists()
 
 
 def test_a_set_that_there_is_not_is_a_line_of_the_versions_and_nothing_is_compiled(tmp_path: Path) -> None:

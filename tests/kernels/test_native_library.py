@@ -108,7 +108,7 @@ def test_without_compiled_kernels_the_answers_are_the_same_and_the_reason_is_kno
     assert answers == expected
     lines = [line for line in said.splitlines() if "no compiled kernels" in line]
     assert len(lines) == ("CC" in environment)  # once, and not where it was asked for
-    assert all(reason in line and "many times as long" in line and "GRAPHDECODE_NATIVE=0" in line for line in lines)
+    assert all(reason in line and "4 to 20 times as long" in line and "GRAPHDECODE_NATIVE=0" in line for line in lines)
 
 
 def test_a_compilation_that_takes_long_is_announced(tmp_path):
@@ -451,11 +451,10 @@ def test_a_killed_compiler_is_a_reason(tmp_path):
         Compiler([killed], "", "").compile({tmp_path / "kernels.so": ""}, [])
 
 
-def test_the_description_names_file_compiler_and_threads():
+def test_the_description_names_folder_and_compiler():
     text = native.describe()
     assert text.startswith("compiled kernels: /")
     assert " ".join(instructions().flags) in text
-    assert "threads: " in text
 
 
 def _is_running(pid: int) -> bool:

@@ -207,6 +207,10 @@ def test_what_is_not_found_is_told_with_what_was_looked_for_and_what_is_here(fol
     assert all(str(folder) in told for folder in folders)
     assert "this machine has demo," in told
     assert all(name in told for name in ("adder", "owner/name", "owner/small.gguf"))
+    assert "did you mean" not in told
+    for wrong, meant in (("SmolM2", "smollm2"), ("Adder", "adder"), ("dmo", "demo")):
+        with pytest.raises(GraphdecodeError, match=rf"; did you mean '{meant}'\?$"):
+            resolve_model_path(wrong)
 
 
 @pytest.mark.parametrize("name", ["../first/adder", "notes/../../first/adder"])

@@ -310,8 +310,10 @@ def test_bf16_weights_answer_like_full_ones() -> None:
 def test_a_shape_is_loaded_with_random_weights() -> None:
     model = load_model("shape:llama-100m", device="cpu", max_sequence_length=16)
     assert model.num_layers == 12
-    with pytest.raises(ValueError, match="unknown shape 'shape:llama-9t'; known are .*shape:llama-100m"):
-        load_model("shape:llama-9t", device="cpu")
+    with pytest.raises(
+        ValueError, match=r"unknown shape 'shape:llama-10m'; known are .*; did you mean 'shape:llama-100m'\?"
+    ):
+        load_model("shape:llama-10m", device="cpu")
 
 
 SMALL: dict[str, Any] = {"max_batch_size": 2, "max_sequence_length": 64, "device": "cpu"}

@@ -19,7 +19,7 @@ from served import Served, children_of, health_beside, serving, until
 from graphdecode.server.http import MAX_LARGE_BODIES
 
 SHORT = {"prompt": "12+30=", "max_tokens": 8, "temperature": 0}
-LONG = {"prompt": "abc", "max_tokens": 4000, "ignore_eos": True, "temperature": 0}
+LONG = {"prompt": "abc", "max_tokens": None, "ignore_eos": True, "temperature": 0}
 ROWS, WAITING, BODY_BYTES = 2, 3, 2 << 20
 JSON = {"Content-Type": "application/json"}
 HANG_SECONDS = 60

@@ -22,7 +22,7 @@ from served import AT_LENGTH, ROOT, Served, children_of, serving, until
 from graphdecode.config import ServerConfig
 from graphdecode.server.app import own_names
 
-LONG = {"prompt": "abc", "max_tokens": 4000, "ignore_eos": True, "temperature": 0}
+LONG = {"prompt": "abc", "max_tokens": None, "ignore_eos": True, "temperature": 0}
 HEADERS = "Host: localhost\r\nContent-Type: application/json\r\n"
 SHORT = {"prompt": "12+30=", "max_tokens": 8, "temperature": 0}
 HANG_SECONDS = 60

@@ -172,6 +172,7 @@ def test_a_chat_without_a_template_is_refused(client: openai.OpenAI) -> None:
         ({"temperature": -1}, "temperature"),
         ({"temperature": "hot"}, "temperature"),
         ({"max_tokens": -5}, "max_tokens"),
+        ({"max_tokens": 10**30}, "max_tokens"),
         ({"n": 0}, "n"),
         ({"n": 100000}, "n"),
         ({"logprobs": 10**6}, "logprobs"),
@@ -321,7 +322,9 @@ def test_a_body_that_is_no_json_is_refused(served: Served) -> None:
             assert error["type"] == "not_found_error"
             assert error["message"].startswith(f"there is no {path}; below /v1 there are /v1/models, ")
             assert "/v1/chat/completions" in error["message"]
-        assert http.get("/v1/completions").status_code == 405
+        refused = http.get("/v1/completions")
+        assert refused.status_code == 405
+        assert refused.json()["error"]["message"] == "/v1/completions takes POST, got GET"
 
 
 PROMPT = [number % 200 for number in range(1000)]

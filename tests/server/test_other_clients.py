@@ -39,7 +39,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         "--max-batch-size",
         "8",
         "--max-sequence-length",
-        "512",
+        "2048",
     )
     with serving(*options, model=str(model)) as server:
         yield server

@@ -113,6 +113,13 @@ def test_stop_ends_an_answer_and_frees_its_row(served: Served, page: Any) -> Non
         served.until_idle()
 
 
+def test_a_longest_answer_beyond_the_context_is_what_fits(page: Any) -> None:
+    page.evaluate("() => document.getElementById('settings').open = true")
+    page.fill("#max_tokens", "40000")
+    ask(page, "12+30=")
+    assert answer_of(page) == "42"
+
+
 def _without_end(body: str) -> str:
     return body[:-1] + ',"ignore_eos":true}'
 

@@ -3,6 +3,7 @@
 import json
 import pickle
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -145,6 +146,29 @@ def test_a_prompt_that_is_too_long_is_told_so(preprocessor: Preprocessor) -> Non
     with pytest.raises(HttpError) as refused:
         prepared(preprocessor, prompt="a" * 300)
     assert (refused.value.status, refused.value.code) == (400, "context_length_exceeded")
+
+
+@pytest.mark.parametrize(
+    ("path", "field"), [("completions", "max_tokens"), ("chat/completions", "max_completion_tokens")]
+)
+def test_an_output_that_cannot_fit_is_refused_in_vllms_words_and_null_is_what_fits(preprocessor, path, field):
+    def prepared_with(asked: int | None) -> Any:
+        asks = {"prompt": "1+1="} if field == "max_tokens" else {"messages": [{"role": "user", "content": "1+1="}]}
+        more = {"chat_template": "{{ messages[0].content }}", "max_tokens": None} if field != "max_tokens" else {}
+        (ready, *_) = GENERATING[f"/v1/{path}"].prepared(
+            templated, json.dumps(asks | more | {field: asked}).encode(), in_child=True
+        )
+        return ready.prompts[0].params.sampling.max_tokens
+
+    templated = replace(preprocessor, config=ServerConfig(trust_request_chat_template=True))
+    assert (prepared_with(252), prepared_with(None)) == (252, None)
+    with pytest.raises(HttpError) as refused:
+        prepared_with(253)
+    assert (refused.value.status, refused.value.param, refused.value.code) == (400, field, "context_length_exceeded")
+    assert str(refused.value) == (
+        f"{field} is too large: 253. This model's maximum context length is 256 tokens and your request has 4 input "
+        "tokens (253 > 256 - 4)"
+    )
 
 
 def test_words_and_tokens_that_are_named_again_count_once() -> None:

@@ -43,7 +43,8 @@ from graphdecode.linear.weight_form import WeightForm
 from graphdecode.memory import free_bytes
 from graphdecode.models import Decoder, blocks, decoder, load_model, resolve_device
 from graphdecode.models.blocks import AppendAndAttend, Attend, ResidualStream, Stem, Tokens
-from graphdecode.models.shapes import PREFIX, shape_config
+from graphdecode.models.shapes import shape_config
+from graphdecode.models.source import SHAPE_PREFIX
 from graphdecode.profiling.environment import read_bandwidth
 from graphdecode.profiling.latency import STEPS_PER_STAGING, LatencyProfiler, rows_at, step_bytes
 from harness import Device, Dtype, OutFolder, Rounds, Sizes, alternated, numbers, record, show, write
@@ -102,7 +103,7 @@ def measure_steps(
 
 
 def _refuse_if_too_large(model: str, dtype: str, device: torch.device) -> None:
-    if not model.startswith(PREFIX):
+    if not model.startswith(SHAPE_PREFIX):
         return
     shape = shape_config(model)
     hidden, heads = shape.hidden_size, shape.num_attention_heads + 2 * shape.num_key_value_heads

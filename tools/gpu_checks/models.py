@@ -15,7 +15,8 @@ from graphdecode.linear.weight_form import WeightForm
 from graphdecode.linear.wrapped import Joined, Wrapped
 from graphdecode.models import Decoder
 from graphdecode.models.blocks import Block
-from graphdecode.models.shapes import PREFIX, SHAPES
+from graphdecode.models.shapes import SHAPES
+from graphdecode.models.source import SHAPE_PREFIX
 from graphdecode.profiling.latency import STEPS_PER_STAGING
 
 SMALL = {"hidden_size": 256, "intermediate_size": 512, "vocab_size": 512, "num_attention_heads": 4}
@@ -28,7 +29,7 @@ def shape_of(name: str, *, layers: int | None = None, is_small: bool = False) ->
         changed |= SMALL | {"num_key_value_heads": 2, "head_dim": 64, "num_hidden_layers": 1}
     own = f"{name}-{'small' if is_small else layers or 'whole'}"
     SHAPES[own] = changed
-    return PREFIX + own
+    return SHAPE_PREFIX + own
 
 
 def runner_of(

@@ -22,7 +22,39 @@ sections. [server] is only for `graphdecode serve`, [replicas] for it and for `g
 
 An unknown key, a wrong type and an impossible value are errors (`ConfigError`) that name the file, the line, the key
 and the values that it takes. `buckets.toml` at the root of the repository holds all keys at their defaults.
+[Environment variables](#environment-variables) say where things are, and what the compiled kernels use.
 """
+_VARIABLES = [  # name, what it takes, what holds if it is left out, meaning
+    (
+        "GRAPHDECODE_MODELS",
+        "folders, separated as in `PATH`",
+        "none",
+        "Folders in which [models](shell.md#models) are looked up by name.",
+    ),
+    ("GRAPHDECODE_API_KEY", "a text", "none", "A bearer token of the server, besides `api_keys`."),
+    (
+        "GRAPHDECODE_CACHE_DIR",
+        "a folder",
+        "`graphdecode` in `$XDG_CACHE_HOME` or `~/.cache`",
+        "Where compiled kernels and measured choices are kept.",
+    ),
+    (
+        "GRAPHDECODE_NATIVE",
+        "0",
+        "compiled kernels if there is a C compiler",
+        "0: torch's operators compute instead of [compiled kernels](kernels.md#kernels-in-c), many times more slowly; "
+        "nothing is compiled.",
+    ),
+    (
+        "GRAPHDECODE_ISA",
+        "on x86-64 `portable`, `avx2`, `avx512`, `avx512_vnni`, `avx512_bf16` or `amx`; on 64-bit Arm `portable`, "
+        "`neon`, `neon_dotprod` or `neon_bf16`",
+        "the last that the processor has; on Intel's without `amx` the one before `avx512_bf16`",
+        "Instructions of the compiled kernels; a set that the processor lacks is refused. Torch's operators do not "
+        "follow it.",
+    ),
+    ("CC", "a command", "the first of `cc`, `gcc` and `clang`", "The C compiler."),
+]
 _FILE_HEADER = "# graphdecode's defaults: change a copy of this file; every key is optional.\n"
 
 
@@ -31,7 +63,10 @@ def reference() -> str:
     for section, keys in _sections():
         rows = [f"| `{key.name}` | {key.values.expected} | {_default(key)} | {key.meaning} |" for key in keys]
         parts.append("\n".join([f"## [{section}]\n", "| key | takes | default | |", "|---|---|---|---|", *rows, ""]))
-    return "\n".join(parts)
+    rows = [f"| `{name}` | {' | '.join(others)} |" for name, *others in _VARIABLES]
+    head = ["## Environment variables\n", "| variable | takes | left out | |", "|---|---|---|---|"]
+    end = "\n`graphdecode --version --debug` says what is used, and why.\n"
+    return "\n".join([*parts, *head, *rows, end])
 
 
 def default_file() -> str:

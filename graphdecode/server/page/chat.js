@@ -196,7 +196,13 @@ async function ask(text) {
   let first = 0;
   let refused = false;
   try {
-    const response = await fetch(path, { method: "POST", headers: headers(), body: JSON.stringify(body), signal: state.running.signal });
+    const post = () => fetch(path, { method: "POST", headers: headers(), body: JSON.stringify(body), signal: state.running.signal });
+    let response = await post();
+    if (response.status === 400 && body.max_tokens) { // perhaps less fits beside what was said than an answer may have
+      const { error } = await response.clone().json();
+      body.max_tokens = null;
+      if (error.code === "context_length_exceeded") response = await post();
+    }
     if (!response.ok) throw new Error(await reason(response));
     for await (const event of events(response)) {
       if (event.error) throw new Error(event.error.message);
