@@ -152,8 +152,8 @@ def install(name: Annotated[str, typer.Argument(help="What `graphdecode models` 
     if model is None:
         known = [each.name for each in INSTALLABLE]
         raise ArgumentError(
-            f"no model {name!r} can be installed{resembling(name, known)}; known are {', '.join(known)}. Others: give "
-            "--model a path or id"
+            f"no model {name!r} can be installed; known are {', '.join(known)}{resembling(name, known) or '.'} Others: "
+            "give --model a path or id"
         )
     file = model.installed_file()
     if file is None:

@@ -43,7 +43,7 @@ def _load(target: str) -> _UserStep:
     except Exception as error:
         last = traceback.extract_tb(error.__traceback__)[-1]
         where = "" if "importlib" in last.filename else f" at {last.filename}:{last.lineno}"
-        if module_name.endswith(".py"):
+        if module_name.endswith(".py") and getattr(error, "name", None) in (module_name, Path(module_name).stem):
             where = f" (a module is meant, such as {Path(module_name).stem}{colon}{function}, not a file)"
         raise ArgumentError(f"{module_name} cannot be imported{where}: {type(error).__name__}: {error}") from error
     names = (function or "step", "buffers", "between_steps", "batch_sizes")

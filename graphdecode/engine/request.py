@@ -19,7 +19,7 @@ class RequestError(ArgumentError):
 
 
 class ContextLengthError(RequestError):
-    """The prompt is too long."""
+    """The prompt is too long, or leaves too little room for the output."""
 
 
 @dataclass(frozen=True)

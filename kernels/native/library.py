@@ -180,9 +180,14 @@ def describe() -> str:
             raise NotCompiled(f"{SWITCH} is 0")
         if all(_carried_file(unit).exists() for unit in UNITS):
             return f"compiled kernels: {CARRIED}\ncompiler: none, the package carries them"
+        failed = next((loaded.reason for loaded in list(LOADED.values()) if loaded.reason), None)
+        if failed is not None:
+            raise NotCompiled(failed)
         compiler = Compiler.found()
-        folder, names = cache_folder() / "native", _names(UNITS, compiler)
-        count = sum((folder / name).exists() for name in names.values())
+        names = _names(UNITS, compiler)
+        counts = {place(): sum((place() / name).exists() for name in names.values()) for place in _PLACES}
+        folder = max(counts, key=counts.__getitem__)
+        count = counts[folder]
     except (NotCompiled, OSError) as error:
         return f"compiled kernels: none, torch's operators do the work: {error}"
     by = f"{' '.join(compiler.command)} ({compiler.version.partition(chr(10))[0]})"
@@ -325,13 +330,18 @@ def _names(units: list[Unit], compiler: Compiler) -> dict[Unit, str]:
     return {unit: f"{digest}-{unit.file}" for unit in units}
 
 
+_PLACES: tuple[Callable[[], Path], ...] = (  # of compiled libraries, the next one where one cannot be written
+    lambda: cache_folder() / "native",
+    lambda: Path(tempfile.gettempdir()) / f"graphdecode-{os.geteuid()}",
+)
+
+
 def _compiled(units: list[Unit]) -> dict[Unit, LoadedLibrary]:
     """Load compiled libraries; missing ones are compiled in parallel."""
     compiler = Compiler.found()
     named = _names(units, compiler)
     problems: list[str] = []
-    temporary = Path(tempfile.gettempdir()) / f"graphdecode-{os.geteuid()}"
-    for place in (lambda: cache_folder() / "native", lambda: temporary):
+    for place in _PLACES:
         path: Path | str = "no folder"
         try:
             path = place()

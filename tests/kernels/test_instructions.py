@@ -149,7 +149,9 @@ def test_the_command_line_refuses_in_one_line(tmp_path: Path) -> None:
 def test_the_set_that_kernels_use_is_told_with_the_versions_and_nothing_is_compiled(tmp_path: Path) -> None:
     told = run_command("--version", "--debug").stdout
     assert f"instructions: {instructions().name}" in told.splitlines()
-    assert re.search(rf"^compiled kernels: .* \(\d of {len(native.UNITS)} libraries; ", told, re.MULTILINE)
+    assert re.search(
+        rf"^compiled kernels: .* \(\d of {len(native.UNITS)} libraries; |, the package carries", told, re.MULTILINE
+    )
     told = spawn_command("--version", "--debug", GRAPHDECODE_NATIVE="0").stdout
     assert "instructions: none" in told.splitlines()
     told = spawn_command("--version", "--debug", GRAPHDECODE_CACHE_DIR=str(tmp_path / "new")).stdout

@@ -112,7 +112,7 @@ def test_integers_may_have_groups_of_any_size_and_zero_points(bits, groups, scal
     assert torch.equal(dequantized_panels(held)[:70].double(), weight) or scale_dtype == torch.float32
     for dtype in DTYPES:
         x = torch.randn(37, 384, generator=torch.Generator().manual_seed(4)).to(dtype)
-        for rows in (1, 9, 37):
+        for rows in (1, 2, 9, 37):
             check(product(x[:rows], held, 70), x[:rows], weight)
 
 

@@ -171,6 +171,17 @@ def test_an_output_that_cannot_fit_is_refused_in_vllms_words_and_null_is_what_fi
     )
 
 
+def test_the_longest_of_several_prompts_counts_as_it_is_truncated_and_16_tokens_are_the_default(preprocessor):
+    def prepared(**more: Any) -> Any:
+        body = json.dumps({"prompt": ["1+1=", "12345+1="], **more}).encode()
+        return GENERATING["/v1/completions"].prepared(preprocessor, body, in_child=True)[0].prompts
+
+    assert [each.params.sampling.max_tokens for each in prepared()] == [16, 16]
+    assert [len(each.token_ids) for each in prepared(max_tokens=252, truncate_prompt_tokens=4)] == [4, 4]
+    with pytest.raises(HttpError, match=r"252 > 256 - \d"):
+        prepared(max_tokens=252)
+
+
 def test_words_and_tokens_that_are_named_again_count_once() -> None:
     input_processor = InputProcessor(RULES, 0, load_tokenizer(resolve_model_path("demo")))  # type: ignore[arg-type]
     rng = random.Random(1)

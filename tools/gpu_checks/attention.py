@@ -52,8 +52,8 @@ def varied(changed: dict[str, int]) -> Iterator[None]:
     of_tile = {name: value for name, value in changed.items() if name.islower() or name == "BLOCK_N"}
     is_early = of_tile.pop("pdl", 1)
     constants = {name: value for name, value in changed.items() if hasattr(attention_plan, name)}
-    fields = {"WAVES": "WAVES_WHEN_FULL", "MOST_SPLITS": "MOST_SPLITS"}
-    defaults = PlanMeta._field_defaults | {field: constants[of] for field, of in fields.items() if of in constants}
+    fields = {"WAVES_WHEN_FULL": "WAVES", "MOST_SPLITS": "MOST_SPLITS"}
+    defaults = PlanMeta._field_defaults | {fields[name]: value for name, value in constants.items()}
     with ExitStack() as stack:
 
         def patch(where: Any, name: str, value: Any) -> None:

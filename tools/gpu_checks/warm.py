@@ -33,7 +33,7 @@ def compiled_first(
     found = candidates(out_features, in_features, weight.element_size(), rows, clock.units, fused.is_normed)
     early = [config._replace(pdl=clock.has_pdl and fused.starts_early(rows)) for config in found]
     x = weight.new_empty(rows, in_features)
-    out = weight.new_empty(rows, out_features if fused.epilogue in ("store", "add") else out_features // 2)
+    out = weight.new_empty(rows, out_features // 2 if fused.is_gated else out_features)
     gain = torch.empty(in_features, device=weight.device) if fused.is_normed else None
     for config in early[share[1] :: share[0]]:
         counters = torch.zeros(max(config.counters(rows, out_features), 1), dtype=torch.int32, device=weight.device)

@@ -244,7 +244,7 @@ def product_of(
         columns = -(-out_features // config.block_n) * (config.block_n + 1)
         partial = made(config.splits, rows, columns, dtype=torch.float32)
         counters = made(config.counters(rows, out_features), dtype=torch.int32)
-    width = out_features if fused.epilogue in ("store", "add") else out_features // 2
+    width = out_features // 2 if fused.is_gated else out_features
     out, x = made(rows, width), made(rows, in_features)
     gain = made(in_features, dtype=torch.float32) if fused.is_normed and not config.norms_apart else None
     given = (out, x, weight, bias, gain, partial, counters, 0.0, fused.epilogue, 1.0)

@@ -199,9 +199,11 @@ async function ask(text) {
     const post = () => fetch(path, { method: "POST", headers: headers(), body: JSON.stringify(body), signal: state.running.signal });
     let response = await post();
     if (response.status === 400 && body.max_tokens) { // perhaps less fits beside what was said than an answer may have
-      const { error } = await response.clone().json();
-      body.max_tokens = null;
-      if (error.code === "context_length_exceeded") response = await post();
+      const told = await response.clone().json().catch(() => null);
+      if (told?.error?.code === "context_length_exceeded" && told.error.param === "max_tokens") {
+        body.max_tokens = null;
+        response = await post();
+      }
     }
     if (!response.ok) throw new Error(await reason(response));
     for await (const event of events(response)) {
