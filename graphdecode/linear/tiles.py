@@ -36,7 +36,7 @@ class Tiles(WeightForm):
     early: bool  # kernels support programmatic dependent launch
     major: int  # its major compute capability
     is_invariant: bool  # a row's bits do not depend on the number of rows
-    form: FusedForm  # what a step fuses with the product
+    fused_form: FusedForm  # what a step fuses with the product
     order: Tensor | None = None  # int32 [in_features], the input feature of each column; None: in order
 
     @classmethod
@@ -113,7 +113,7 @@ class Tiles(WeightForm):
     def _config(self, rows: int, *, is_normed: bool = False) -> SmallLinearConfig:
         first, given = self.parts[0], None if self.is_invariant else min(rows, ROWS_AT_ONCE)
         sizes = (first.words.shape[1], columns_of(first), first.layout)
-        early = self.early and self.form.starts_early(given or 1)
+        early = self.early and self.fused_form.starts_early(given or 1)
         return tiled_config(given, *sizes, self.units, early, is_normed, self.major)
 
 

@@ -93,7 +93,7 @@ class Generation(SamplingFields):
 
     @property
     def most_tokens(self) -> int | None:
-        """Its value."""
+        """The most tokens of an output that the body asks for; None: as many as fit."""
         return getattr(self, self.length_field)  # type: ignore[no-any-return]
 
 

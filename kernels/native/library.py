@@ -23,7 +23,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from itertools import groupby
@@ -185,9 +185,14 @@ def describe() -> str:
             raise NotCompiled(failed)
         compiler = Compiler.found()
         names = _names(UNITS, compiler)
-        counts = {place(): sum((place() / name).exists() for name in names.values()) for place in _PLACES}
-        folder = max(counts, key=counts.__getitem__)
-        count = counts[folder]
+        counts: dict[Path, int] = {}
+        for place in _PLACES:
+            with suppress(OSError):
+                folder = place()
+                counts[folder] = sum((folder / name).exists() for name in names.values())
+        if not counts:
+            raise NotCompiled("no folder for compiled kernels can be read")
+        folder, count = max(counts.items(), key=lambda found: found[1])
     except (NotCompiled, OSError) as error:
         return f"compiled kernels: none, torch's operators do the work: {error}"
     by = f"{' '.join(compiler.command)} ({compiler.version.partition(chr(10))[0]})"

@@ -117,6 +117,18 @@ def test_integers_may_have_groups_of_any_size_and_zero_points(bits, groups, scal
 
 
 @compiled
+@pytest.mark.parametrize("value", [253 / 128, -253 / 128])  # with a digit of -128, the largest for sums in 16 bits
+@pytest.mark.parametrize("groups", [1, 3, 12])
+def test_the_largest_codes_and_digits_do_not_overflow(groups, value):
+    codes, table = torch.full((70, 384), 15, dtype=torch.uint8), torch.arange(-8, 8, dtype=torch.int8)
+    held = quantized_panels(codes, 4, table, Numbers(torch.ones(70, groups)), None)
+    for dtype in DTYPES:
+        for rows in (1, 2, 9):
+            x = torch.full((rows, 384), value).to(dtype)
+            check(product(x, held, 70), x, torch.full((70, 384), 7.0, dtype=torch.float64))
+
+
+@compiled
 @pytest.mark.parametrize("groups", [1, 3, 24])
 def test_float8_keeps_each_of_its_values(groups):
     held, weight = float8_weight(groups)
