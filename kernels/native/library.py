@@ -170,6 +170,10 @@ def _unit(element: torch.dtype | None, part: str) -> Unit:
 def why_not() -> str | None:
     """Return why there are no compiled kernels, or not all that were asked for; None if there are."""
     _load()
+    return _known_failure()
+
+
+def _known_failure() -> str | None:
     return next((loaded.reason for loaded in list(LOADED.values()) if loaded.reason), None)
 
 
@@ -180,9 +184,8 @@ def describe() -> str:
             raise NotCompiled(f"{SWITCH} is 0")
         if all(_carried_file(unit).exists() for unit in UNITS):
             return f"compiled kernels: {CARRIED}\ncompiler: none, the package carries them"
-        failed = next((loaded.reason for loaded in list(LOADED.values()) if loaded.reason), None)
-        if failed is not None:
-            raise NotCompiled(failed)
+        if (failure := _known_failure()) is not None:
+            raise NotCompiled(failure)
         compiler = Compiler.found()
         names = _names(UNITS, compiler)
         counts: dict[Path, int] = {}

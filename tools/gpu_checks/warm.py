@@ -31,14 +31,14 @@ def compiled_first(
     """Replace the tuning: call a share of the candidates, and choose the first."""
     out_features, in_features = weight.shape
     found = candidates(out_features, in_features, weight.element_size(), rows, clock.units, fused.is_normed)
-    early = [config._replace(pdl=clock.has_pdl and fused.starts_early(rows)) for config in found]
+    configs = [config._replace(pdl=clock.has_pdl and fused.starts_early(rows)) for config in found]
     x = weight.new_empty(rows, in_features)
     out = weight.new_empty(rows, out_features // 2 if fused.is_gated else out_features)
     gain = torch.empty(in_features, device=weight.device) if fused.is_normed else None
-    for config in early[share[1] :: share[0]]:
+    for config in configs[share[1] :: share[0]]:
         counters = torch.zeros(max(config.counters(rows, out_features), 1), dtype=torch.int32, device=weight.device)
         small_linear(out, x, weight, bias, counters, config, gain=gain, eps=1e-5, epilogue=fused.epilogue)
-    return early[0], {"plain": 1.0, str(early[0]): 1.0}
+    return configs[0], {"plain": 1.0, str(configs[0]): 1.0}
 
 
 def compile_all(device: str) -> int:

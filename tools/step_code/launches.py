@@ -278,14 +278,14 @@ def _pretended(gpu: Gpu, product_us: Callable[[Launch], float]) -> Iterator[None
         found = candidates(out_features, in_features, weight.element_size(), rows, gpu.processors, fused.is_normed)
         if not found:
             return None, {"plain": 1.0}
-        early = [config._replace(pdl=gpu.arch >= 90 and fused.starts_early(rows)) for config in found]
-        early += [config._replace(norms_apart=False) for config in early if config.norms_apart]
+        configs = [config._replace(pdl=gpu.arch >= 90 and fused.starts_early(rows)) for config in found]
+        configs += [config._replace(norms_apart=False) for config in configs if config.norms_apart]
         apart_us = {True: _NORM_US, False: 0.0}
         times = {
             str(config): product_us(product_of(weight, bias, rows, config, fused)) + apart_us[config.norms_apart]
-            for config in early
+            for config in configs
         }
-        return min(early, key=lambda config: times[str(config)]), {"plain": math.inf, **times}
+        return min(configs, key=lambda config: times[str(config)]), {"plain": math.inf, **times}
 
     def nothing(*_: Any) -> None:
         """No clock, and no cache of choices."""
