@@ -295,7 +295,8 @@ class Endpoint:
             service.check_room(1)
         prepared = None
         if len(data) <= LARGE_BYTES:
-            prepared = self.prepared(service.preprocessor, data, in_child=False)
+            prepare = partial(self.prepared, service.preprocessor, data, in_child=False)
+            prepared = await service.thread.run(prepare, caller=caller, size=len(data))
         if prepared is None:
             try:
                 prepare = partial(self.prepared, in_child=True)

@@ -3,28 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import heapq
-import itertools
 import logging
 import signal
 import socket
 import subprocess
-from collections import OrderedDict
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from graphdecode.child import start_connected
 from graphdecode.errors import GraphdecodeError
+from graphdecode.server.fair_queue import RETRY_AFTER, FairSemaphore
 from graphdecode.server.http import RESTARTING, HttpError
 from graphdecode.server.messages import MessageSocket, end_process, framed, receive
 
-CALLERS_KEPT = 10_000
 MAX_CHILDREN = 2
 MAX_WAITING = 256
 STACK_BYTES = 4 << 20  # stack of a child; the engine's process has a larger one for the same grammar
 _QUICK_CPU_SECONDS = 1
-_RETRY_AFTER = {"Retry-After": "1"}
 _END_SECONDS = 1.0
 _ONE_THREAD = {  # a fork would not copy other threads
     **dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"),
@@ -32,30 +27,6 @@ _ONE_THREAD = {  # a fork would not copy other threads
     "HF_DEACTIVATE_ASYNC_LOAD": "1",
 }
 log = logging.getLogger(__name__)
-
-
-class FairQueue:
-    """Start-time fair queueing (Goyal, Vin and Cheng, 1996): callers with large requests wait behind small ones.
-
-    A start tag is the virtual time at which the caller's earlier requests would have finished, were callers served in
-    parallel; virtual time is the tag of the request that began last.
-    """
-
-    def __init__(self) -> None:
-        self._now = 0.0
-        self._ends: OrderedDict[str, float] = OrderedDict()  # caller -> virtual time at which its requests are served
-
-    def start_tag(self, caller: str, tokens: int) -> float:
-        """Return the start tag of a request of `tokens` tokens; the lowest is served first."""
-        tag = max(self._now, self._ends.pop(caller, 0.0))
-        self._ends[caller] = tag + tokens
-        if len(self._ends) > CALLERS_KEPT:
-            self._ends.popitem(last=False)
-        return tag
-
-    def began(self, tag: float) -> None:
-        """Advance the virtual time: a request began."""
-        self._now = max(self._now, tag)
 
 
 class JobLimits(NamedTuple):
@@ -108,50 +79,6 @@ class _TooLongError(JobError):
     """A job exceeded its CPU time."""
 
 
-class FairSemaphore:
-    """A bounded number of children, with a fair queue of waiters."""
-
-    def __init__(self) -> None:
-        self._queue = FairQueue()
-        self._numbers = itertools.count()
-        self._running = 0
-        self._waiting: list[tuple[float, int, asyncio.Future[None]]] = []
-
-    @contextlib.asynccontextmanager
-    async def held(self, caller: str, size: int) -> AsyncGenerator[None, None]:
-        """Wait for a free child (HttpError: too many wait), and hold it in the context."""
-        tag, admitted = self._queue.start_tag(caller, size), asyncio.get_running_loop().create_future()
-        heapq.heappush(self._waiting, (tag, next(self._numbers), admitted))
-        self._admit()
-        if len(self._waiting) > MAX_WAITING:
-            self._refuse_last()
-        try:
-            await admitted
-            self._queue.began(tag)
-            yield
-        finally:
-            if admitted.done() and not admitted.cancelled() and admitted.exception() is None:
-                self._running -= 1
-                self._admit()
-
-    def _refuse_last(self) -> None:
-        """Drop cancelled waiters; if these are too few, refuse the last in order."""
-        self._waiting = [each for each in self._waiting if not each[2].done()]
-        if len(self._waiting) > MAX_WAITING:
-            last = max(self._waiting)
-            self._waiting.remove(last)
-            full = HttpError(429, "too many requests are being preprocessed", code="queue_full", headers=_RETRY_AFTER)
-            last[2].set_exception(full)
-        heapq.heapify(self._waiting)
-
-    def _admit(self) -> None:
-        while self._waiting and self._running < MAX_CHILDREN:
-            _, _, other = heapq.heappop(self._waiting)
-            if not other.done():  # else it was cancelled
-                other.set_result(None)
-                self._running += 1
-
-
 class ForkPool:
     """Client of the fork server, for use from one event loop; it starts the process when needed.
 
@@ -168,7 +95,7 @@ class ForkPool:
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
         self._start: asyncio.Task[socket.socket] | None = None
-        self._quick, self._slow = FairSemaphore(), FairSemaphore()
+        self._quick, self._slow = (FairSemaphore(MAX_CHILDREN, MAX_WAITING) for _ in range(2))
 
     @property
     def pid(self) -> int | None:
@@ -290,8 +217,8 @@ def _reason(code: int | None, limits: JobLimits) -> GraphdecodeError:
 
 
 def _overloaded(why: str) -> HttpError:
-    return HttpError(503, f"cannot preprocess the request, try again: {why}", code="overloaded", headers=_RETRY_AFTER)
+    return HttpError(503, f"cannot preprocess the request, try again: {why}", code="overloaded", headers=RETRY_AFTER)
 
 
 def _server_ended() -> HttpError:
-    return HttpError(503, "the preprocessing server has ended", code=RESTARTING, headers=_RETRY_AFTER)
+    return HttpError(503, "the preprocessing server has ended", code=RESTARTING, headers=RETRY_AFTER)

@@ -7,6 +7,7 @@ import contextlib
 import gc
 import json
 import logging
+import resource
 import signal
 import socket
 import sys
@@ -27,7 +28,10 @@ _REFUSALS = 64  # connections beyond the limit that get a response; further ones
 _REFUSED_SECONDS = 1.0  # to read that response: closing immediately could lose it
 _FRAMING = 8  # bytes on the connection for each byte of a body in chunks
 _POLL_SECONDS = 0.05  # until all requests have finished
-_BACKLOG = 2048
+_BACKLOG = 2048  # connections that wait to be accepted, and as many are accepted at a time,
+_BACKLOGS = 4  # of which so many may be open before the first one is counted, or closed
+_OTHER_FILES = 256  # open files of the process that are not connections
+_SWITCH_SECONDS = 0.001  # for which a thread that prepares a request may keep the event loop waiting
 log = logging.getLogger(__name__)
 
 
@@ -194,6 +198,7 @@ async def run(
         if not serving.done():
             gc.collect()
             gc.freeze()  # collecting what was loaded would take 0.1 s each time
+            sys.setswitchinterval(_SWITCH_SECONDS)
             on_ready()
         await asyncio.wait((serving, asyncio.ensure_future(shutdown.drained())), return_when=asyncio.FIRST_COMPLETED)
         server.should_exit = True
@@ -203,11 +208,32 @@ async def run(
         bound.close()
 
 
+def open_files(connections: int) -> tuple[int, int]:
+    """Let this process open as many files as connections may need; return how many connections and how long a backlog.
+
+    Both are smaller, and a log line says so, where the system allows fewer files.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = connections + _BACKLOGS * _BACKLOG + _OTHER_FILES
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        soft = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return connections, _BACKLOG
+    room = max(soft - _OTHER_FILES, 2 * _BACKLOGS)
+    backlog = room // (2 * _BACKLOGS)
+    most = min(connections, room // 2)
+    if most < connections:
+        log.warning("max_connections is %d, not %d: the system allows %d open files", most, connections, soft)
+    return most, backlog
+
+
 def make_server(app: ASGIApp, config: ServerConfig) -> _Server:
     """Return a server of an application."""
+    connections, backlog = open_files(config.max_connections)
     bounds = {
         "timeout_seconds": config.idle_timeout_s or None,
-        "max_connections": config.max_connections,
+        "max_connections": connections,
         "max_message_bytes": _FRAMING * config.max_body_bytes + MAX_HEAD_BYTES,
     }
     protocol = type("BoundedProtocol", (BoundedProtocol,), bounds)
@@ -222,7 +248,7 @@ def make_server(app: ASGIApp, config: ServerConfig) -> _Server:
         access_log=False,
         server_header=False,
         proxy_headers=False,  # a local client could forge its address
-        backlog=_BACKLOG,
+        backlog=backlog,
         http=protocol,
         ws="none",
         timeout_keep_alive=int(config.idle_timeout_s) or 5,

@@ -15,7 +15,8 @@ from graphdecode.config import EngineConfig, ServerConfig
 from graphdecode.engine import SamplingParams
 from graphdecode.errors import ArgumentError
 from graphdecode.server.engine_client import EngineClient
-from graphdecode.server.fork_pool import FairQueue, ForkPool
+from graphdecode.server.fair_queue import FairQueue, FairThread
+from graphdecode.server.fork_pool import ForkPool
 from graphdecode.server.http import RESTARTING, Bodies, HttpError
 from graphdecode.server.messages import EngineSetup
 from graphdecode.server.preprocessing import Preprocessor
@@ -75,6 +76,7 @@ class Service:
         serialized = tokenizer.backend_tokenizer.to_str() if is_available() else None
         setup = EngineSetup(path, settings, progress, serialized, tuple(adapters.items()))
         self.work = ForkPool(lambda: partial(Preprocessor.warm, self.preprocessor), _POOL_MODULES)
+        self.thread = FairThread(config.max_connections)
         self.client = EngineClient(
             setup,
             on_events=lambda events: self.router.deliver(events),
@@ -192,6 +194,7 @@ class Service:
     def close(self, *, force: bool = False) -> None:
         """End the engine; requests in flight fail."""
         self.work.close()
+        self.thread.close()
         self.client.close(force=force)
         self.router.close()
         if self.tracer is not None:

@@ -182,7 +182,9 @@ def _template_of(tokenizer: Any, template: str | Path | None, tools: Sequence[To
 
 
 def _encoded(tokenizer: Any, text: str) -> list[int]:
-    return list(tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids)
+    # a batch lets other threads run meanwhile, which a single text does not
+    (encoding,) = tokenizer.backend_tokenizer.encode_batch([text], add_special_tokens=False)
+    return list(encoding.ids)
 
 
 def _end_of_turn(tokenizer: Any, rendered: Callable[..., str]) -> tuple[int, ...]:

@@ -170,6 +170,20 @@ def test_no_large_body_keeps_others_waiting(served: Served) -> None:
     assert any(health_beside(served, ask) < 0.2 for _ in range(4))  # what keeps others waiting does so each time
 
 
+def test_many_bodies_of_middling_size_at_once_keep_nobody_waiting(served: Served) -> None:
+    """Together they take 0.6 s to tokenize, and half as much is more than the bound."""
+    body = json.dumps({"prompt": "1234567890" * 3200})
+
+    async def asked() -> list[int]:
+        limits = httpx.Limits(max_connections=None)
+        async with httpx.AsyncClient(base_url=served.address, timeout=60, limits=limits) as http:
+            answers = await asyncio.gather(*(http.post("/tokenize", content=body, headers=JSON) for _ in range(64)))
+            return [answer.json()["count"] for answer in answers]
+
+    assert any(health_beside(served, lambda: asyncio.run(asked())) < 0.1 for _ in range(3))
+    assert set(asyncio.run(asked())) == {32_000}
+
+
 def test_of_many_who_come_at_once_only_as_many_are_taken_as_there_is_room_for(served: Served) -> None:
     async def main() -> list[int]:
         limits = httpx.Limits(max_connections=None)
