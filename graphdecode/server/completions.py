@@ -11,7 +11,6 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 from pydantic import ValidationError
@@ -32,6 +31,7 @@ from graphdecode.server.http import (
     sse_event,
     unless_disconnected,
 )
+from graphdecode.server.logprobs import chat_logprobs, completion_logprobs, offsets_in_prompt
 from graphdecode.server.preprocessing import Preprocessor
 from graphdecode.server.protocol import ChatCompletion, Completion, GeneratingPath, Generation, StreamOptions, Tokenize
 from graphdecode.server.service import Service
@@ -48,6 +48,7 @@ from graphdecode.text.arguments import as_prompt
 from graphdecode.text.chat import RenderedChat, render_chat
 from graphdecode.text.input_processor import ParentRequest, TokenizedPrompt
 from graphdecode.text.outputs import Logprob, RequestState
+from graphdecode.text.token_texts import text_of_tokens
 
 _POSITIONS_AT_ONCE = 50  # prompt positions with up to 21 log-probabilities each: some milliseconds
 log = logging.getLogger(__name__)
@@ -86,8 +87,9 @@ class Cursor:
     index: int
     parent: ParentRequest
     state: RequestState
-    text_length: int = 0  # characters read so far
+    offset: int = 0  # where the text of the next token begins
     _tokens_read: int = 0
+    _began: bool = False
     _ended: bool = False
 
     def take(self) -> Delta | None:
@@ -101,9 +103,7 @@ class Cursor:
         if not (text or end > start or self._ended):
             return None
         state.pieces.clear()
-        is_first = not (start or self.text_length)
-        self.text_length += len(text)
-        self._tokens_read = end
+        is_first, self._began, self._tokens_read = not self._began, True, end
         logprobs = None if output.logprobs is None else output.logprobs[start:end]
         ending = (output.finish_reason, output.stop_reason) if self._ended else (None, None)
         return Delta(text, output.token_ids[start:end], logprobs, is_first, *ending)
@@ -111,7 +111,6 @@ class Cursor:
     def whole(self) -> Delta:
         """Return all of a finished output."""
         output = self.state.output
-        self.text_length = len(output.text)
         return Delta(output.text, output.token_ids, output.logprobs, True, output.finish_reason, output.stop_reason)
 
 
@@ -127,6 +126,9 @@ class Reply(Response, ABC):
         self.body_fields = body = prepared.body
         self.parents = parents
         pairs = [(parent, state) for parent in parents for state in parent.states]
+        texts = service.preprocessor.input_processor.texts
+        assert texts is not None
+        self._texts = texts
         self.cursors = [Cursor(index, parent, state) for index, (parent, state) in enumerate(pairs)]
         self.background = None
         self._room = contextlib.ExitStack()  # for the outputs, until they are submitted
@@ -141,6 +143,10 @@ class Reply(Response, ABC):
     @abstractmethod
     def choice(self, cursor: Cursor, delta: Delta, *, whole: bool = False) -> dict[str, Any] | None:
         """Return the choice of a chunk or of the whole response; None: the chunk would be empty."""
+
+    def about_prompt(self, *, whole: bool) -> dict[str, Any]:
+        """Return the fields beside the choices, of the whole response or of the first chunk of a choice."""
+        return {}
 
     def usage(self) -> dict[str, Any]:
         """Return the counts of tokens so far."""
@@ -209,8 +215,8 @@ class Reply(Response, ABC):
             assert choice is not None
             choices.append(await in_pieces(choice))
             await asyncio.sleep(0)  # other tasks wait
-        head, usage = as_json(self._head), as_json(self.usage())
-        return b"".join([head[:-1], b',"choices":[', b",".join(choices), b'],"usage":', usage, b"}"])
+        head, rest = as_json(self._head), await in_pieces({"usage": self.usage()} | self.about_prompt(whole=True))
+        return b"".join([head[:-1], b',"choices":[', b",".join(choices), b"],", rest[1:]])
 
     async def _whole(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -231,7 +237,10 @@ class Reply(Response, ABC):
                 async for _ in updates:
                     now = {"usage": self.usage() if options.continuous_usage_stats else None}
                     chunks = [
-                        self._head | {"choices": [choice]} | (now if options.include_usage else {})
+                        self._head
+                        | {"choices": [choice]}
+                        | (now if options.include_usage else {})
+                        | (self.about_prompt(whole=False) if delta.is_first else {})
                         for cursor in self.cursors
                         if (delta := cursor.take()) and (choice := self.choice(cursor, delta))
                     ]
@@ -258,13 +267,13 @@ class Reply(Response, ABC):
         return as_http_error(error, frozenset(type(self.body_fields).model_fields))
 
 
-async def in_pieces(choice: dict[str, Any]) -> bytes:
-    """Return a choice as JSON, letting other tasks run between pieces of its prompt log-probabilities."""
-    scores = choice.get("prompt_logprobs")
+async def in_pieces(fields: dict[str, Any]) -> bytes:
+    """Return JSON, letting other tasks run between pieces of the prompt's log-probabilities in it."""
+    scores = fields.get("prompt_logprobs")
     if scores is None:
-        return as_json(choice)
-    del choice["prompt_logprobs"]
-    pieces = [as_json(choice)[:-1] + b',"prompt_logprobs":[']
+        return as_json(fields)
+    del fields["prompt_logprobs"]
+    pieces = [as_json(fields)[:-1] + b',"prompt_logprobs":[']
     for first in range(0, len(scores), _POSITIONS_AT_ONCE):
         piece = as_json(scores[first : first + _POSITIONS_AT_ONCE])
         pieces.append((b"," if first else b"") + piece[1:-1])
@@ -346,47 +355,40 @@ class CompletionReply(Reply):
     def choice(self, cursor: Cursor, delta: Delta, *, whole: bool = False) -> dict[str, Any] | None:
         """See `Reply.choice`."""
         body, prompt = self.body_fields, cursor.parent.output
-        text, tokens, offset = delta.text, delta.token_ids, cursor.text_length - len(delta.text)
+        text, tokens = delta.text, delta.token_ids
         scored: list[dict[int, Logprob] | None] = [*(delta.logprobs or ())]
-        if body.echo:
-            echoed = prompt.prompt
+        offsets: list[int] = []
+        if body.echo and delta.is_first:
+            echoed, is_given = prompt.prompt, prompt.prompt is not None
             if echoed is None:
-                echoed = str(self.service.tokenizer.decode(prompt.prompt_token_ids))
-            if delta.is_first:
-                text = echoed + text
-                scored, tokens = [*(prompt.prompt_logprobs or ()), *scored], prompt.prompt_token_ids + tokens
-            else:
-                offset += len(echoed)
-        wants_logprobs = body.logprobs is not None and len(scored) == len(tokens)
-        choice: dict[str, Any] = {
-            "index": cursor.index,
-            "text": text,
-            "logprobs": self._logprobs(scored, tokens, offset) if wants_logprobs else None,
-        }
-        if not (whole or text or choice["logprobs"] or delta.finish_reason or body.return_token_ids):
+                echoed = text_of_tokens(self._texts, prompt.prompt_token_ids)
+            offsets = offsets_in_prompt(self._texts, echoed, prompt.prompt_token_ids, is_given=is_given)
+            text, tokens = echoed + text, prompt.prompt_token_ids + tokens
+            scored, cursor.offset = [*(prompt.prompt_logprobs or ()), *scored], len(echoed)
+        logprobs = None
+        if body.logprobs is not None and len(scored) == len(tokens):
+            offsets += self._offsets(cursor, delta)
+            as_ids = bool(body.return_tokens_as_token_ids)
+            logprobs = completion_logprobs(self._texts, tokens, scored, offsets, as_ids=as_ids)
+        if not (whole or text or logprobs or delta.finish_reason or body.return_token_ids):
             return None
-        if body.prompt_logprobs is not None and delta.is_first:
-            choice["prompt_logprobs"] = prompt.prompt_logprobs
-        if body.return_token_ids:
-            choice |= {"token_ids": delta.token_ids, "prompt_token_ids": prompt.prompt_token_ids}
+        choice = {"index": cursor.index, "text": text, "logprobs": logprobs}
+        if whole:
+            choice["prompt_logprobs"] = None if body.prompt_logprobs is None else prompt.prompt_logprobs
+        if whole or body.return_token_ids:
+            choice["token_ids"] = delta.token_ids if body.return_token_ids else None
+        if whole or (body.return_token_ids and delta.is_first):
+            choice["prompt_token_ids"] = prompt.prompt_token_ids if body.return_token_ids else None
         return choice | {"finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason}
 
-    def _logprobs(self, entries: list[dict[int, Logprob] | None], token_ids: list[int], offset: int) -> dict[str, Any]:
-        """Return log-probabilities in the format of completions; a prompt's first token has none."""
-        texts: list[str] = []
-        values: list[float | None] = []
-        tops: list[dict[str, float] | None] = []
-        for scored, token in zip(entries, token_ids, strict=True):
-            if scored is None:
-                texts.append(str(self.service.tokenizer.decode([token])))
-                values.append(None)
-                tops.append(None)
-                continue
-            texts.append(scored[token].decoded_token or "")
-            values.append(scored[token].logprob)
-            tops.append({entry.decoded_token or "": entry.logprob for entry in scored.values()})
-        offsets = list(accumulate(map(len, texts[:-1]), initial=offset)) if texts else []
-        return {"tokens": texts, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}
+    def _offsets(self, cursor: Cursor, delta: Delta) -> list[int]:
+        """Return where the text of each new token begins, however much of it is held back."""
+        skipped = () if self.body_fields.skip_special_tokens is False else self._texts.special
+        offsets = []
+        for token, entries in zip(delta.token_ids, delta.logprobs or (), strict=True):
+            offsets.append(cursor.offset)
+            cursor.offset += 0 if token in skipped else len(entries[token].decoded_token or "")
+        return offsets
 
 
 def prepared_completion(preprocessor: Preprocessor, body: Completion) -> Prepared:
@@ -432,9 +434,11 @@ class ChatReply(Reply):
 
     def choice(self, cursor: Cursor, delta: Delta, *, whole: bool = False) -> dict[str, Any] | None:
         """See `Reply.choice`."""
-        body, prompt = self.body_fields, cursor.parent.output
+        body, logprobs = self.body_fields, None
         message, reason = self._message(cursor, delta.text, delta.finish_reason)
-        logprobs = None if delta.logprobs is None else _logprobs(delta.logprobs, delta.token_ids)
+        if delta.logprobs is not None:
+            most, as_ids = body.top_logprobs or 0, bool(body.return_tokens_as_token_ids)
+            logprobs = chat_logprobs(self._texts, delta.token_ids, delta.logprobs, most, as_ids=as_ids)
         if whole:
             for call in message.get("tool_calls", ()):
                 del call["index"]
@@ -448,13 +452,17 @@ class ChatReply(Reply):
         choice = {"index": cursor.index, kind: message, "logprobs": logprobs, "finish_reason": reason}
         if whole or reason is not None:
             choice["stop_reason"] = delta.stop_reason
-        if whole and body.prompt_logprobs is not None:
-            choice["prompt_logprobs"] = prompt.prompt_logprobs
-        if body.return_token_ids:
-            choice["token_ids"] = delta.token_ids
-        if whole and body.return_token_ids:
-            choice["prompt_token_ids"] = prompt.prompt_token_ids
+        if whole or body.return_token_ids:
+            choice["token_ids"] = delta.token_ids if body.return_token_ids else None
         return choice
+
+    def about_prompt(self, *, whole: bool) -> dict[str, Any]:
+        """See `Reply.about_prompt`."""
+        body, prompt = self.body_fields, self.parents[0].output
+        tokens = {"prompt_token_ids": prompt.prompt_token_ids if body.return_token_ids else None}
+        if not whole:
+            return tokens if body.return_token_ids else {}
+        return {"prompt_logprobs": None if body.prompt_logprobs is None else prompt.prompt_logprobs} | tokens
 
     def _message(self, cursor: Cursor, text: str, finish_reason: str | None) -> tuple[dict[str, Any], str | None]:
         reader = self._readers[cursor.index]
@@ -470,19 +478,6 @@ class ChatReply(Reply):
         is_named = isinstance(self.body_fields.tool_choice, dict)
         called = finish_reason == "stop" and self._call_counts[cursor.index] and not is_named
         return message, "tool_calls" if called else finish_reason
-
-
-def _logprobs(logprobs: list[dict[int, Logprob]], token_ids: list[int]) -> dict[str, Any]:
-    content = [
-        _token(entries[token]) | {"top_logprobs": [_token(entry) for entry in entries.values()]}
-        for entries, token in zip(logprobs, token_ids, strict=True)
-    ]
-    return {"content": content, "refusal": None}
-
-
-def _token(entry: Logprob) -> dict[str, Any]:
-    text = entry.decoded_token or ""
-    return {"token": text, "logprob": entry.logprob, "bytes": list(text.encode())}
 
 
 def prepared_chat(preprocessor: Preprocessor, body: ChatCompletion) -> Prepared:

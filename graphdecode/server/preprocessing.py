@@ -71,6 +71,8 @@ class Preprocessor:
                 "outputs at most run and wait at a time (max_batch_size and max_waiting)"
             )
             raise HttpError(400, message, param="n" if params.n > 1 else "prompt")
+        if body.stream and body.prompt_logprobs is not None:
+            raise HttpError(400, "prompt_logprobs must be null with stream", param="prompt_logprobs")
         adapter, priority = self.adapter_of(body.model), body.priority or 0
         return self.input_processor.tokenized_params(
             params, priority=priority, is_structured=is_structured, adapter=adapter

@@ -61,6 +61,7 @@ if TYPE_CHECKING:
 
         n: int | None = None
         prompt_logprobs: int | None = None
+        skip_special_tokens: bool | None = None
 
 else:
     _KINDS = get_type_hints(SamplingParams, localns={"Sequence": Listed}, include_extras=True)
@@ -85,6 +86,7 @@ class Generation(SamplingFields):
     structured_outputs: dict[str, Any] | None = None
     priority: int | None = None
     return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
 
     @property
     def length_field(self) -> str:

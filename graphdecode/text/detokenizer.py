@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from typing import Any
+from collections.abc import Sequence
 
-from tokenizers.decoders import DecodeStream
+from graphdecode.text.token_texts import IncrementalText, TokenTexts
 
 
 class Detokenizer:
@@ -15,29 +15,25 @@ class Detokenizer:
     that may be the beginning of a stop string.
 
     Args:
-        tokenizer: a `tokenizers.Tokenizer`.
+        texts: those of the tokenizer's tokens.
         min_tokens: tokens before which stop strings are ignored.
         spaced: put the tokenizer's spaces between special tokens.
         include_stop: cut after the stop string; nothing is held back for it.
+        prompt: tokens before the output.
     """
 
     def __init__(
         self,
-        tokenizer: Any,
+        texts: TokenTexts,
         stop_strings: tuple[str, ...] = (),
         skip_special_tokens: bool = True,
         min_tokens: int = 0,
         include_stop: bool = False,
         spaced: bool = True,
+        prompt: Sequence[int] = (),
     ) -> None:
-        self._tokenizer = tokenizer
-        self._unspaced: dict[int, str] = {}  # special tokens
-        if not (spaced or skip_special_tokens):
-            added = tokenizer.get_added_tokens_decoder().items()
-            self._unspaced = {token: known.content for token, known in added if known.special}
-        self._follows_special = False
-        self._skip_special_tokens = skip_special_tokens
-        self._stream = DecodeStream(skip_special_tokens=skip_special_tokens)
+        self._incremental = IncrementalText(texts, skip_special_tokens=skip_special_tokens, spaced=spaced)
+        self._incremental.follow(prompt)
         self._stop_strings = stop_strings
         self._sorted_stops = sorted(stop_strings)  # sorted, strings with a common prefix are adjacent
         self._longest_stop = max(map(len, stop_strings), default=0)
@@ -46,26 +42,22 @@ class Detokenizer:
         self.text = ""  # all that is complete
         self._handed_out = 0
         self._seen = 0  # no stop string begins before this position
-        self._ids: list[int] = []
+        self._num_tokens = 0
 
     def push(self, token_id: int) -> str | None:
         """Take the next token; return the stop string that it completed, if any."""
-        self._ids.append(token_id)
-        try:
-            piece = self._stream.step(self._tokenizer, token_id)
-        except Exception:  # the library's own type: the text does not extend the text before
-            self._stream = DecodeStream(skip_special_tokens=self._skip_special_tokens)
-            piece = self._stream.step(self._tokenizer, token_id)
-        special = self._unspaced.get(token_id)
-        if special is not None and self._follows_special:
-            piece = special
-        self._follows_special = special is not None
+        self._num_tokens += 1
+        piece = self._incremental.push(token_id)
         return self._append(piece) if piece else None
+
+    def text_of(self, token_id: int) -> str:
+        """Return the text of a token that may come next."""
+        return self._incremental.text_of(token_id)
 
     def _append(self, piece: str) -> str | None:
         before = len(self.text)
         self.text += piece
-        if not self._stop_strings or len(self._ids) <= self._min_tokens:
+        if not self._stop_strings or self._num_tokens <= self._min_tokens:
             return None
         # where a stop string that ends in the new piece can begin
         starts = [(stop, max(before - len(stop) + 1, 0)) for stop in self._stop_strings]
@@ -78,10 +70,8 @@ class Detokenizer:
 
     def finish(self) -> str | None:
         """Add the text of unfinished characters; return the stop string that it completes, if any."""
-        whole = self._tokenizer.decode(self._ids, skip_special_tokens=self._skip_special_tokens)
-        if len(whole) > len(self.text) and whole.startswith(self.text):
-            return self._append(whole[len(self.text) :])
-        return None
+        rest = self._incremental.rest()
+        return self._append(rest) if rest else None
 
     def take(self, final: bool = False) -> str:
         """Return the new text that is safe to show; with `final` all of it."""

@@ -18,6 +18,7 @@ from graphdecode.errors import ArgumentError, shown
 from graphdecode.text.grammar import Grammars
 from graphdecode.text.light_tokenizer import is_tokenizer_error
 from graphdecode.text.outputs import CompletionOutput, RequestOutput, RequestState
+from graphdecode.text.token_texts import TokenTexts
 
 
 @dataclass(frozen=True)
@@ -158,7 +159,6 @@ class InputProcessor:
         times = RequestMetrics(time.perf_counter())
         output = RequestOutput(next(self._numbers), tokenized.prompt, tokenized.token_ids, outputs, times)
         seed = derived_seed(self._seed, int(output.request_id)) if params.seed is None else params.seed
-        tokenizer = None if self._tokenizer is None else self._tokenizer.backend_tokenizer
         children: list[tuple[Request, RequestState]] = []
         for own_output in output.outputs:
             index = own_output.index
@@ -167,8 +167,13 @@ class InputProcessor:
             request = Request(
                 tokenized.token_ids, own, bad_words, grammar, priority, start_tag, adapter, is_checked=True
             )
-            children.append((request, RequestState(own_output, output, params, tokenizer)))
+            children.append((request, RequestState(own_output, output, params, self.texts)))
         return ParentRequest(output, children)
+
+    @cached_property
+    def texts(self) -> TokenTexts | None:
+        """The texts of single tokens; None without a tokenizer."""
+        return None if self._tokenizer is None else TokenTexts(self._tokenizer.backend_tokenizer)
 
     @cached_property
     def grammars(self) -> Grammars:

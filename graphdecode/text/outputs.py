@@ -7,16 +7,20 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
 from graphdecode.engine import Event, RequestMetrics, SamplingParams, TokenLogprobs
 from graphdecode.text.detokenizer import Detokenizer
+from graphdecode.text.token_texts import IncrementalText, TokenTexts
 
 
 @dataclass(frozen=True)
 class Logprob:
-    """The log-probability (natural) of one token, its rank (1 is the most likely), and its text if detokenized."""
+    """The log-probability (natural) of one token, its rank (1 is the most likely), and its text if detokenized.
+
+    The text is what the token adds at this place: that of a part of a character is empty, of its last part all of it.
+    """
 
     logprob: float
     rank: int
@@ -100,29 +104,44 @@ class RequestState:
     """
 
     def __init__(
-        self, output: CompletionOutput, request: RequestOutput, params: SamplingParams, tokenizer: Any
+        self, output: CompletionOutput, request: RequestOutput, params: SamplingParams, texts: TokenTexts | None
     ) -> None:
         self.output = output
         self.request = request
         self.request_id = -1  # the engine's, once it was submitted
         self.pieces: deque[str] = deque()  # text that was not read yet
         self.on_change: Callable[[], None] = lambda: None  # called at each change, in the thread that brought it
-        self._tokenizer = tokenizer
-        self._includes_stop = params.include_stop_str_in_output
-        self._detokenizer = None
-        if params.detokenize and tokenizer is not None:
-            self._detokenizer = Detokenizer(
-                tokenizer,
-                params.stop_strings,
-                params.skip_special_tokens,
-                params.min_tokens,
-                include_stop=self._includes_stop,
-                spaced=params.spaces_between_special_tokens,
-            )
+        self._params = params
+        self._texts = texts if params.detokenize else None
         self._shown = 0  # characters of the detokenized text that are visible
         self._begun = False
-        self._texts: dict[int, str] = {}  # texts of single tokens, for log-probabilities
         self._changing = threading.Lock()  # between the thread that steps and one that aborts
+
+    @cached_property
+    def _detokenizer(self) -> Detokenizer | None:
+        """Of the output; made at its first event, as a prompt that is refused may have any ids."""
+        params = self._params
+        if self._texts is None:
+            return None
+        return Detokenizer(
+            self._texts,
+            params.stop_strings,
+            params.skip_special_tokens,
+            params.min_tokens,
+            include_stop=params.include_stop_str_in_output,
+            spaced=params.spaces_between_special_tokens,
+            prompt=self.request.prompt_token_ids,
+        )
+
+    @cached_property
+    def _prompt_text(self) -> IncrementalText | None:
+        """Of the prompt's tokens whose log-probabilities have come, and the first."""
+        if self._texts is None:
+            return None
+        is_text = self.request.prompt is not None  # which has no special tokens that the tokenizer added
+        text = IncrementalText(self._texts, skip_special_tokens=is_text)
+        text.push(self.request.prompt_token_ids[0])
+        return text
 
     @property
     def finished(self) -> bool:
@@ -136,10 +155,13 @@ class RequestState:
                 return False
             if event.prompt_logprobs is not None:  # for the prompt's next tokens; its first one has none
                 known, scores = self.request.prompt_logprobs or [None], event.prompt_logprobs
-                tokens = self.request.prompt_token_ids[len(known) : len(known) + len(scores)]
-                self.request.prompt_logprobs = known + [
-                    self._entries(*each) for each in zip(tokens, scores, strict=True)
-                ]
+                tokens, text = self.request.prompt_token_ids[len(known) : len(known) + len(scores)], self._prompt_text
+                entries: list[dict[int, Logprob] | None] = []
+                for token, scored in zip(tokens, scores, strict=True):
+                    entries.append(_entries(token, scored, text))
+                    if text is not None:
+                        text.push(token)
+                self.request.prompt_logprobs = known + entries
             if event.is_part:
                 return False
             if not self._begun:
@@ -189,7 +211,9 @@ class RequestState:
     def _take_tokens(self, event: Event) -> str | None:
         """Take the tokens; return the stop string that ended them, if one did."""
         # a stop token has no text unless that was requested; a grammar's last token has
-        ends_silently = event.finish_reason == "stop" and not (event.completes or self._includes_stop)
+        ends_silently = event.finish_reason == "stop" and not (
+            event.completes or self._params.include_stop_str_in_output
+        )
         detokenizer, silent = self._detokenizer, len(event.token_ids) - ends_silently
         for index, token in enumerate(event.token_ids):
             self.output.token_ids.append(token)
@@ -197,7 +221,7 @@ class RequestState:
                 scored = event.logprobs[index]
                 if self.output.logprobs is None:
                     self.output.logprobs = []
-                self.output.logprobs.append(self._entries(token, scored))
+                self.output.logprobs.append(_entries(token, scored, detokenizer))
                 self.output.cumulative_logprob = (self.output.cumulative_logprob or 0.0) + scored.sampled
             if detokenizer is not None and index < silent and (stop := detokenizer.push(token)) is not None:
                 return stop
@@ -231,22 +255,14 @@ class RequestState:
             detokenizer, shown = self._detokenizer, self._shown
             output.defer(text=lambda: detokenizer.text[:shown])
 
-    def _entries(self, token: int, logprobs: TokenLogprobs) -> dict[int, Logprob]:
-        """Return the most likely tokens at a position, and the token there."""
-        entries = {
-            other: Logprob(value, rank, self._decode(other)) for rank, (other, value) in enumerate(logprobs.top, 1)
-        }
-        if token not in entries:
-            entries[token] = Logprob(logprobs.sampled, logprobs.rank, self._decode(token))
-        return entries
 
-    def _decode(self, token: int) -> str | None:
-        if self._detokenizer is None:
-            return None
-        text = self._texts.get(token)
-        if text is None:
-            text = self._texts[token] = self._tokenizer.decode([token], skip_special_tokens=False)
-        return text
+def _entries(token: int, logprobs: TokenLogprobs, text: Detokenizer | IncrementalText | None) -> dict[int, Logprob]:
+    """Return the most likely tokens at a position, and the token there; `text` is the one before it."""
+    text_of: Callable[[int], str | None] = (lambda _: None) if text is None else text.text_of
+    entries = {other: Logprob(value, rank, text_of(other)) for rank, (other, value) in enumerate(logprobs.top, 1)}
+    if token not in entries:
+        entries[token] = Logprob(logprobs.sampled, logprobs.rank, text_of(token))
+    return entries
 
 
 def _earliest(*times: float | None) -> float | None:

@@ -14,6 +14,7 @@ from graphdecode.config.sampling_params import MAX_OUTPUTS, MAX_STOP_LENGTH, MAX
 from graphdecode.engine import Request, RequestError
 from graphdecode.models import resolve_model_path
 from graphdecode.text.detokenizer import Detokenizer
+from graphdecode.text.token_texts import TokenTexts
 
 PROMPTS = ["417+385=", "rev oceanic=", "12+30="]
 GREEDY = SamplingParams(temperature=0.0)
@@ -66,7 +67,7 @@ def test_stop_texts_cost_time_in_proportion_to_their_number_and_nothing_more_in_
 
     def seconds_per_token(count: int, length: int, characters: int) -> float:
         stops = tuple("a" * (length - 5) + f"{number:05}" for number in range(count))
-        detokenizer = Detokenizer(tokenizer, stops)
+        detokenizer = Detokenizer(TokenTexts(tokenizer), stops)
         tokens = tokenizer.encode("a" * characters + "b", add_special_tokens=False).ids
         began = time.thread_time()
         for token in tokens:

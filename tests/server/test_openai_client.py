@@ -17,6 +17,7 @@ from graphdecode.models import resolve_model_path
 from graphdecode.server.completions import in_pieces
 from graphdecode.server.messages import in_parts
 from graphdecode.text.outputs import CompletionOutput, RequestOutput, RequestState
+from graphdecode.text.token_texts import TokenTexts
 from graphdecode.text.tokenizer import load_tokenizer
 
 KEY = "secret"
@@ -339,7 +340,7 @@ def event() -> Event:
 def answered(events: list[Event]) -> RequestOutput:
     output = RequestOutput(0, None, PROMPT, [CompletionOutput(0)], RequestMetrics(0.0))
     tokenizer = load_tokenizer(resolve_model_path("demo")).backend_tokenizer
-    answer = RequestState(output.outputs[0], output, SamplingParams(prompt_logprobs=20), tokenizer)
+    answer = RequestState(output.outputs[0], output, SamplingParams(prompt_logprobs=20), TokenTexts(tokenizer))
     for each in events:
         answer.take(each)
     return output

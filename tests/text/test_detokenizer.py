@@ -13,6 +13,7 @@ from graphdecode.engine import Event, RequestMetrics, SamplingParams, TokenLogpr
 from graphdecode.models import resolve_model_path
 from graphdecode.text.detokenizer import Detokenizer
 from graphdecode.text.outputs import CompletionOutput, RequestOutput, RequestState
+from graphdecode.text.token_texts import TokenTexts
 from graphdecode.text.tokenizer import load_tokenizer
 
 
@@ -27,7 +28,7 @@ def byte_tokenizer() -> Tokenizer:
 
 
 def stream(tokenizer: Tokenizer, text: str, stops: tuple[str, ...] = ()) -> tuple[list[str], str | None]:
-    detokenizer = Detokenizer(tokenizer, stops)
+    detokenizer = Detokenizer(TokenTexts(tokenizer), stops)
     pieces, hit = [], None
     for token in tokenizer.encode(text).ids:
         hit = detokenizer.push(token)
@@ -48,7 +49,7 @@ def test_pieces_are_whole_characters_and_add_up(byte_tokenizer: Tokenizer, text:
 
 
 def test_bytes_that_never_become_a_character_show_up_at_the_end(byte_tokenizer: Tokenizer) -> None:
-    detokenizer = Detokenizer(byte_tokenizer)
+    detokenizer = Detokenizer(TokenTexts(byte_tokenizer))
     for token in byte_tokenizer.encode("aé").ids[:-1]:
         detokenizer.push(token)
     assert detokenizer.take() == "a"
@@ -85,7 +86,7 @@ def test_text_is_cut_before_a_stop_string_across_token_borders(byte_tokenizer, t
     ],
 )
 def test_a_stop_string_that_is_complete_too_early_never_counts(byte_tokenizer, stops, min_tokens, shown, hit):
-    detokenizer, found = Detokenizer(byte_tokenizer, stops, min_tokens=min_tokens), None
+    detokenizer, found = Detokenizer(TokenTexts(byte_tokenizer), stops, min_tokens=min_tokens), None
     for token in byte_tokenizer.encode("abcdxxyabcd").ids:
         found = detokenizer.push(token)
         if found is not None:
@@ -111,7 +112,7 @@ def test_no_prefix_of_a_stop_string_is_ever_shown_too_early(byte_tokenizer: Toke
 def fresh(params: SamplingParams) -> RequestState:
     tokenizer = load_tokenizer(resolve_model_path("demo"))
     request = RequestOutput(0, "", [1], [CompletionOutput(0)], RequestMetrics(0.0))
-    return RequestState(request.outputs[0], request, params, getattr(tokenizer, "backend_tokenizer", tokenizer))
+    return RequestState(request.outputs[0], request, params, TokenTexts(tokenizer.backend_tokenizer))
 
 
 def event(token: int, *, ends: bool = False, scored: bool = True) -> Event:

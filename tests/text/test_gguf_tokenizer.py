@@ -17,6 +17,8 @@ from gguf_checkpoints import finish
 from graphdecode.models import ModelSourceError, check_model, resolve_model_path
 from graphdecode.models.gguf.tokenizer import PRE_TOKENIZERS, stop_token_ids
 from graphdecode.text import load_tokenizer
+from graphdecode.text.detokenizer import Detokenizer
+from graphdecode.text.token_texts import TokenTexts, text_of_tokens
 
 WRITTEN = json.loads((Path(__file__).parent / "gguf_vocabularies.json").read_text())
 LINES = WRITTEN["lines"]
@@ -206,3 +208,17 @@ def test_of_a_merge_that_is_listed_twice_the_first_place_counts(tmp_path: Path) 
     finish(writer)
     assert load_tokenizer(tmp_path / "v.gguf")("he").input_ids == [4]
     assert load_tokenizer(tmp_path / "v.gguf").backend_tokenizer.model.tokenize("the")[-1].id == 4
+
+
+@pytest.mark.parametrize("vocabulary", ["byte_level", "pieces"])
+def test_texts_may_be_cut_between_any_tokens(tmp_path: Path, vocabulary: str) -> None:
+    tokenizer = loaded(tmp_path / "v.gguf", vocabulary, cut_by("gpt-2"))
+    texts = TokenTexts(tokenizer.backend_tokenizer)
+    for line in LINES:
+        ids = tokenizer(line, add_special_tokens=False).input_ids
+        for cut in range(0, len(ids), 3):
+            output = Detokenizer(texts, prompt=ids[:cut], skip_special_tokens=False)
+            for token in ids[cut:]:
+                output.push(token)
+            output.finish()
+            assert text_of_tokens(texts, ids[:cut]) + output.text == tokenizer.decode(ids), (line, cut)

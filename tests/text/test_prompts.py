@@ -17,6 +17,7 @@ from graphdecode import LLM, ArgumentError, AsyncLLM, EngineStats, SamplingParam
 from graphdecode.models import resolve_model_path
 from graphdecode.text.arguments import as_prompt, as_prompts
 from graphdecode.text.detokenizer import Detokenizer
+from graphdecode.text.token_texts import TokenTexts
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6)
 
@@ -250,7 +251,7 @@ def spacing_tokenizer() -> Tokenizer:
 def test_special_tokens_that_follow_one_another_stand_side_by_side_where_that_is_wanted(
     spacing_tokenizer: Tokenizer, skip: bool, spaced: bool, expected: str
 ) -> None:
-    detokenizer = Detokenizer(spacing_tokenizer, skip_special_tokens=skip, spaced=spaced)
+    detokenizer = Detokenizer(TokenTexts(spacing_tokenizer), skip_special_tokens=skip, spaced=spaced)
     text = ""
     for token in [1, 3, 4, 3, 2, 4]:
         detokenizer.push(token)
