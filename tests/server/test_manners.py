@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import http.client
 import json
 import os
 import random
@@ -188,6 +189,18 @@ def test_origins_are_let_in_by_name_alone(served: Served) -> None:
         for origin, allowed in (("http://page.example", "http://page.example"), ("http://other.example", None)):
             asked = http.get("/v1/models", headers={"Origin": origin})
             assert asked.headers.get("access-control-allow-origin") == allowed
+
+
+def test_an_answer_on_an_open_connection_is_not_held_back(served: Served) -> None:
+    """With Nagle's algorithm each waits 40 ms for the client to confirm the answer's head."""
+    connection, seconds = http.client.HTTPConnection(served.address.removeprefix("http://"), timeout=60), []
+    for _ in range(20):
+        began = time.monotonic()
+        connection.request("POST", "/tokenize", json.dumps({"prompt": "a"}), {"Content-Type": "application/json"})
+        assert connection.getresponse().read()
+        seconds.append(time.monotonic() - began)
+    connection.close()
+    assert min(seconds) < 0.03
 
 
 def test_where_few_files_may_be_open_fewer_connections_are() -> None:
