@@ -1,5 +1,6 @@
 """The sequence-slot cache, against the same writes done one by one in a plain tensor."""
 
+import contextlib
 from dataclasses import dataclass
 
 import pytest
@@ -63,12 +64,73 @@ def test_indices_that_the_cache_does_not_have_write_nothing(device):
     assert all(not t.any() for t in cache.tensors().values())
 
 
-def test_scatter_index_takes_the_place_of_positions(device):
+def test_scatter_index_has_no_effect_nor_has_a_mask_in_its_place(device):
     cache, new = make(device), new_tokens(1, 1, device)
-    cache.update_cache(False, ids([0], device), ids([[3]], device), new, LENGTH, scatter_index=ids([[6]], device))
-    stored = cache.get_kv_by_layer_id(0)[0]
-    assert torch.equal(stored[0, :, 6], new[0][0][0, :, 0])
-    assert not stored[0, :, 3].any()
+    for sixth in (ids([[6]], device), torch.ones(1, 1, device=device, dtype=torch.bool)):
+        cache.update_cache(False, ids([0], device), ids([[3]], device), new, LENGTH, sixth)
+        stored = cache.get_kv_by_layer_id(0)[0]
+        assert torch.equal(stored[0, :, 3], new[0][0][0, :, 0])
+        assert stored.count_nonzero() == HEADS * DIM
+
+
+@pytest.mark.parametrize("encodes", [True, False])
+def test_a_chunk_of_a_prompt_goes_to_its_positions_in_one_slot(device, encodes):
+    cache, expected = make(device), torch.zeros(BATCH, HEADS, LENGTH, DIM, device=device)
+    for first, n in ((0, 5), (5, 4), (9, 1)):
+        new, positions = new_tokens(1, n, device, seed=first), torch.arange(first, first + n, device=device)[None]
+        cache.update_cache(encodes, ids([2], device), positions, new, LENGTH, is_chunked_prefill=True)
+        expected[2, :, first : first + n] = new[1][1][0]
+        assert torch.equal(cache.layer(1)[1], expected)
+
+
+@pytest.mark.parametrize(
+    ("rows", "options", "given", "names"),
+    [
+        (2, {}, {"seq_ids": [0, 1]}, "is_chunked_prefill"),
+        (1, {}, {"seq_ids": None}, "is_chunked_prefill"),
+        (1, {"padding_side": "left"}, {"seq_ids": [0]}, "is_chunked_prefill"),
+        (1, {}, {"seq_ids": [0], "position_ids": None}, "position_ids"),
+    ],
+)
+def test_a_chunk_that_does_not_fit_changes_nothing(device, rows, options, given, names):
+    cache, new = make(device, **options), new_tokens(rows, 3, device)
+    seq_ids = None if given["seq_ids"] is None else ids(given["seq_ids"], device)
+    positions = None if "position_ids" in given else torch.arange(3, device=device).expand(rows, 3)
+    with pytest.raises(ValueError, match=names):
+        cache.update_cache(False, seq_ids, positions, new, LENGTH, is_chunked_prefill=True)
+    assert all(not stored.any() for stored in cache.tensors().values())
+
+
+def test_todays_seventh_argument_is_refused_by_name(device):
+    cache, new = make(device), new_tokens(1, 1, device)
+    with pytest.raises(ValueError, match="is_chunked_prefill"):
+        cache.update_cache(False, ids([0], device), ids([[3]], device), new, LENGTH, None, True)
+    assert all(not stored.any() for stored in cache.tensors().values())
+
+
+def test_a_captured_chunk_is_right_at_later_slots_and_positions(device):
+    cache = make(device)
+    shapes = [Slot("x", (1, HEADS, 4, DIM), torch.float32, pad=0.0), Slot("at", (1, 4), torch.int64, pad=0)]
+    slots = [*shapes, Slot("slot", (1,), torch.int64, pad=0), Slot("rows", ("batch",), torch.int32, pad=0)]
+    buffers = StepBuffers(slots, max_batch_size=1, device=device)
+
+    def step(batch):
+        pairs = [(batch.x, batch.x)] * LAYERS
+        cache.update_cache(True, batch.slot, batch.at, pairs, LENGTH, is_chunked_prefill=True)
+        batch.rows.add_(1)
+
+    for name, stored in cache.tensors().items():
+        buffers.adopt(name, stored)
+    with contextlib.closing(GraphManager(step, buffers, BucketLadder([1], 1))) as graphs:
+        graphs.capture(progress=False)
+        cache_before = [stored.zero_() for stored in cache.past_key_values]
+        expected = torch.zeros_like(cache_before[0])
+        for slot, first in ((3, 8), (0, 2)):
+            x = new_tokens(1, 4, device, seed=first)[0][0]
+            buffers.x.copy_(x), buffers.at.copy_(torch.arange(first, first + 4)[None]), buffers.slot.fill_(slot)
+            graphs.replay(1)
+            expected[slot, :, first : first + 4] = x[0]
+            assert torch.equal(cache.layer(0)[0], expected)
 
 
 def test_left_padding_keeps_the_newest_tokens_at_the_right(device):
@@ -284,6 +346,32 @@ def test_heads_of_a_rank_follow_the_published_sharding(attention_heads, kv_heads
     assert cache.kv_shape == (2, expected, 16, 4)
     assert len(cache.past_key_values) == 6
     assert cache.past_key_values[0].dtype == torch.bfloat16
+
+
+@dataclass
+class TodaysNeuronConfig:
+    tp_degree: int = 1
+    max_batch_size: int = 2
+    sequence_length: int = 16
+    torch_dtype: torch.dtype = torch.bfloat16
+    continuous_batching: bool = True
+
+
+@pytest.mark.parametrize(("heads", "ranks", "expected"), [(8, 1, 8), (8, 4, 2), (32, 32, 1)])
+def test_todays_number_of_heads_is_split_among_the_ranks(heads, ranks, expected):
+    cache = SlotKVCacheManager.from_config(ModelConfig(), TodaysNeuronConfig(ranks), heads, device="cpu")
+    assert (cache.kv_shape, cache.padding_side) == ((2, expected, 16, 128), "right")
+
+
+@pytest.mark.parametrize("given", [{}, {"actual_num_key_value_heads": 8, "num_kv_head": 8}])
+def test_one_number_of_heads_is_needed(given):
+    with pytest.raises(ValueError, match="actual_num_key_value_heads and num_kv_head"):
+        SlotKVCacheManager.from_config(ModelConfig(), TodaysNeuronConfig(), **given, device="cpu")
+
+
+def test_heads_that_cannot_be_split_are_refused():
+    with pytest.raises(ValueError, match="actual_num_key_value_heads must be a multiple of tp_degree 3, got 8"):
+        SlotKVCacheManager.from_config(ModelConfig(), TodaysNeuronConfig(3), 8, device="cpu")
 
 
 def test_a_configuration_says_the_rest(device):

@@ -105,16 +105,14 @@ class _SlotLife:
         if not masked and encodes and rng.random() < 0.5:
             as_tensors["position_ids"] = None
         elif rng.random() < 0.2:
-            as_tensors["scatter_index"] = as_tensors["position_ids"]
-            as_tensors["position_ids"] = torch.zeros_like(as_tensors["position_ids"])
+            as_tensors["scatter_index"] = torch.zeros_like(as_tensors["position_ids"])  # without effect
         if encodes and not masked:  # tokens at consecutive positions
             positions = [list(range(tokens))] * rows
         if encodes and self._continuous is False:
             seq_ids = list(range(rows))
         name = None
         if rng.random() < 0.3:
-            ignored = {"position_ids"} if "scatter_index" in as_tensors else set()
-            name = rng.choice(sorted(as_tensors.keys() - ignored - {"is_for_context_encoding"}))
+            name = rng.choice(sorted(as_tensors.keys() - {"scatter_index", "is_for_context_encoding"}))
             if name == "new_key_values" and rng.random() < 0.7:
                 layer = rng.randrange(len(new))
                 new = [list(pair) for pair in new]

@@ -116,28 +116,55 @@ class SlotKVCacheManager:
 
     @classmethod
     def from_config(
-        cls, config: Any, neuron_config: Any, *, num_kv_head: int, device: torch.device | str | None = None
+        cls,
+        config: Any,
+        neuron_config: Any,
+        actual_num_key_value_heads: int | None = None,
+        *,
+        num_kv_head: int | None = None,
+        device: torch.device | str | None = None,
     ) -> SlotKVCacheManager:
-        """Return the cache of one rank.
+        """Return the cache of one rank, from today's arguments or with `num_kv_head` from the published ones.
 
         Args:
             config: the model's: `num_hidden_layers`, `num_attention_heads`, and `head_dim` or else `hidden_size`.
-            neuron_config: `max_batch_size`, `sequence_length`, `torch_dtype`, `tp_degree`, `padding_side`,
-                `continuous_batching`, `flash_decoding_enabled` and `num_cores_per_group`.
-            num_kv_head: key/value heads of the whole model; see `kv_heads_per_rank` for those of a rank.
+            neuron_config: `max_batch_size`, `sequence_length`, `torch_dtype`, `tp_degree`, `continuous_batching`, and
+                where it has them `padding_side`, `flash_decoding_enabled` and `num_cores_per_group`.
+            actual_num_key_value_heads: key/value heads of all ranks, after those that ranks share were replicated.
+            num_kv_head: key/value heads of the model; see `kv_heads_per_rank` for those of a rank.
             device: None means CUDA where there is one, else the CPU.
+
+        Raises:
+            ValueError: none or both numbers of heads are given, or heads cannot be split among the ranks.
         """
-        heads = config.num_attention_heads
+        heads, ranks = config.num_attention_heads, neuron_config.tp_degree
+        if (actual_num_key_value_heads is None) == (num_kv_head is None):
+            raise ValueError(
+                "one of actual_num_key_value_heads and num_kv_head is needed, "
+                f"got {shown(actual_num_key_value_heads)} and {shown(num_kv_head)}"
+            )
+        if num_kv_head is not None:
+            own_heads = kv_heads_per_rank(heads, num_kv_head, ranks)
+        else:
+            assert actual_num_key_value_heads is not None
+            require_positive(actual_num_key_value_heads=actual_num_key_value_heads, tp_degree=ranks)
+            if actual_num_key_value_heads % ranks:
+                raise ValueError(
+                    f"actual_num_key_value_heads must be a multiple of tp_degree {ranks}, "
+                    f"got {actual_num_key_value_heads}"
+                )
+            own_heads = actual_num_key_value_heads // ranks
+        is_sharded = getattr(neuron_config, "flash_decoding_enabled", False)
         return cls(
             config.num_hidden_layers,
             neuron_config.max_batch_size,
-            kv_heads_per_rank(heads, num_kv_head, neuron_config.tp_degree),
+            own_heads,
             neuron_config.sequence_length,
             getattr(config, "head_dim", None) or config.hidden_size // heads,
             neuron_config.torch_dtype,
-            padding_side=neuron_config.padding_side,
+            padding_side=getattr(neuron_config, "padding_side", "right"),
             continuous_batching=neuron_config.continuous_batching,
-            num_cores_per_group=neuron_config.num_cores_per_group if neuron_config.flash_decoding_enabled else 1,
+            num_cores_per_group=neuron_config.num_cores_per_group if is_sharded else 1,
             device=device,
         )
 
@@ -207,6 +234,8 @@ class SlotKVCacheManager:
         scatter_index: Tensor | None = None,
         active_mask: Tensor | None = None,
         kvcache_buffer: Sequence[Sequence[Tensor]] | None = None,
+        *,
+        is_chunked_prefill: bool = False,
     ) -> list[Tensor]:
         """Write new keys and values of all layers, in place.
 
@@ -214,7 +243,7 @@ class SlotKVCacheManager:
         the slots in `seq_ids`; without continuous batching, of slots 0, 1, ... Token generation writes at
         `position_ids`; padded left, it drops the oldest n tokens and appends at the right. Sharded, the positions that
         `active_mask` owns go to their places and all others to the garbage place; context encoding without a mask
-        takes tokens that are already sharded.
+        takes tokens that are already sharded. A chunk of a prompt is written at its `position_ids`, too.
 
         Args:
             is_for_context_encoding: prompts, or generated tokens.
@@ -222,9 +251,10 @@ class SlotKVCacheManager:
             position_ids: int [rows, n]; context encoding and left padding need none, unless sharded by `active_mask`.
             new_key_values: keys and values of each layer, `[rows, heads, n, head_dim]`.
             seq_len: the length bucket of the step, as for `get_cache`; tokens go to the same places in all of them.
-            scatter_index: int [rows, n], places to use instead of `position_ids`.
+            scatter_index: part of the surface, without effect: places follow from `position_ids`, there as here.
             active_mask: [rows, n], nonzero where this shard owns the position.
             kvcache_buffer: `[layer][0 or 1]`, tensors to write into instead of this cache's own.
+            is_chunked_prefill: the tokens are a chunk of one prompt: one row, in the slot `seq_ids` [1].
 
         Returns:
             The written tensors, keys and values alternating, as `[batch, heads, places, head_dim]`.
@@ -233,9 +263,18 @@ class SlotKVCacheManager:
             ValueError: an argument does not fit; nothing has changed.
         """
         self._check_seq_len(seq_len)
+        if isinstance(active_mask, bool):  # today's original has another argument in this place
+            raise ValueError(f"active_mask must be a tensor or None, got {active_mask}; is_chunked_prefill has a name")
         rows, tokens = self._check_new(new_key_values, self.length if active_mask is None else self.max_length)
         targets = self._targets(kvcache_buffer)
-        positions = position_ids if scatter_index is None else scatter_index
+        positions = position_ids
+        if is_chunked_prefill:
+            if rows != 1 or seq_ids is None or self.padding_side == "left":
+                raise ValueError(
+                    f"is_chunked_prefill needs one row, seq_ids [1] and padding_side='right', got {rows} rows, "
+                    f"seq_ids {shown(seq_ids)} and padding_side={self.padding_side!r}"
+                )
+            is_for_context_encoding = False
         if is_for_context_encoding and not self.is_continuous_batching:
             seq_ids = None
         for name, tensor, shape, dtypes in (
