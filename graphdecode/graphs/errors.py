@@ -46,6 +46,11 @@ HAZARDS = {
         "the step makes a tensor from host data: a graph would replay a copy of what the host held at capture",
         "declare a slot or a constant and write it before the replay, or use a torch factory such as full",
     ),
+    "opaque-memory": (
+        "the step makes a tensor that is more than its storage, sizes and strides (sparse, nested, quantized, packed): "
+        "a graph would keep the values of the capture",
+        "make it before the capture and pass it in constants; in the step, compute with dense tensors",
+    ),
     "undeclared-input": (
         "the step reads a tensor that is neither a slot nor a constant nor made in the step: a graph would still read "
         "its address after it was freed or replaced",

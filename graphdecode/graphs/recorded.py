@@ -28,7 +28,7 @@ from graphdecode.graphs.inspect.observer import (
     tensors_of,
     values_of,
 )
-from graphdecode.graphs.inspect.owners import Known, Owners, storage_address, storage_key
+from graphdecode.graphs.inspect.owners import Known, Owners, placed, storage_address, storage_key
 from graphdecode.graphs.step_graph import Argument, Node, Step, StepGraph
 from graphdecode.kernels.native.library import NativeCall, NativeSequence, joined
 from graphdecode.kernels.native.registration import bind
@@ -155,8 +155,7 @@ class Recorder(StepObserver):
         block, _ = self._blocks.get(storage_key(tensor), (None, 0))
         if block is None:
             return Known.of(tensor, None).alias
-        layout = tensor.storage_offset(), tensor.shape, tensor.stride()
-        return tensor.new_empty(0).set_(block.untyped_storage(), *layout)
+        return placed(block.untyped_storage(), tensor)
 
 
 def _into_outputs(func: Any, args: tuple, kwargs: dict, outputs: list[Tensor | None]) -> Callable[[], Any]:

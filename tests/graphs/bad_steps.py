@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import numpy
 import torch
-from step_buffers import WEIGHT
+from step_buffers import COMPRESSED, PACKED, SPARSE, WEIGHT
 
 from graphdecode.kernels.native.optional_triton import tl, triton
 
@@ -20,6 +20,7 @@ LAZY: dict[str, torch.Tensor] = {}
 CARRIED = [torch.zeros(4, 8)]
 COUNTER = itertools.count(1)
 CONTEXTS = iter(range(1, 100))
+OUTSIDE_SPARSE = torch.eye(8).to_sparse()
 
 
 @triton.jit
@@ -227,7 +228,24 @@ bad(
     writes_to_a_stranger=lambda batch: OUTSIDE.copy_(batch.x),
     from_numpy=lambda batch: batch.x.add_(torch.from_numpy(OUTSIDE.numpy() * 1.0)),
     module_that_nobody_declared=lambda batch: batch.y.copy_(MODULE(batch.x)),
+    sparse_that_nobody_declared=lambda batch: batch.y.copy_((OUTSIDE_SPARSE @ batch.x.t()).t()),
     weight_that_was_converted=lambda batch: batch.y.copy_(batch.x.half() @ HALF),
+)
+bad(
+    "opaque-memory",
+    sparse_sum=lambda batch: batch.y.copy_((SPARSE + SPARSE).to_dense()[:4] * batch.x),
+    sparse_times_a_slot=lambda batch: batch.y.copy_((SPARSE * batch.x[0, 0]).to_dense()[:4]),
+    made_sparse=lambda batch: batch.y.copy_(batch.x.to_sparse().to_dense()),
+    made_compressed=lambda batch: batch.y.copy_(batch.x.to_sparse_csr().to_dense()),
+    packed_sum=lambda batch: batch.y.copy_((PACKED + PACKED).to_dense()),
+    packed_slot=lambda batch: batch.y.copy_(batch.x.to_mkldnn().to_dense()),
+    quantized_by_tensor=lambda batch: batch.y.copy_(
+        torch.quantize_per_tensor(batch.x, 0.1, 0, torch.qint8).dequantize()
+    ),
+    quantized_by_row=lambda batch: batch.y.copy_(
+        torch.quantize_per_channel(batch.x, torch.ones(4), torch.zeros(4).long(), 0, torch.qint8).dequantize()
+    ),
+    zero_tensor=lambda batch: batch.y.copy_(torch._efficientzerotensor((4, 8)) + batch.x),
 )
 bad(
     "torch-rng",
@@ -243,6 +261,8 @@ bad(
     "constant-written",
     weight_update=lambda batch: WEIGHT.mul_(1.0),
     weight_slice_written=lambda batch: WEIGHT[0].copy_(WEIGHT[1]),
+    compressed_weight_update=lambda batch: COMPRESSED.mul_(1.0),
+    packed_weight_update=lambda batch: PACKED.add_(PACKED),
     constant_as_out=lambda batch: torch.add(batch.x[0], 1.0, alpha=2, out=WEIGHT[0]),
 )
 bad(

@@ -3,7 +3,8 @@
 from collections.abc import Callable
 
 import torch
-from step_buffers import TABLE, WEIGHT
+from step_buffers import COMPRESSED, PACKED, QUANTIZED, SPARSE, TABLE, WEIGHT
+from torch.utils._pytree import tree_map
 
 from graphdecode.kernels.model.embedding import embedding
 from graphdecode.kernels.norm.rms_norm import rms_norm
@@ -107,7 +108,81 @@ def scratch_reshaped_in_place(batch) -> None:
     batch.y.copy_(scratch[0].t())
 
 
+class Doubled(torch.Tensor):
+    """A wrapper of half its value, which computes by operators of its own."""
+
+    half: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, half: torch.Tensor) -> "Doubled":
+        made = torch.Tensor._make_wrapper_subclass(cls, half.shape, dtype=half.dtype)
+        made.half = half
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        """Compute with the whole value."""
+        args, kwargs = tree_map(lambda leaf: leaf.half * 2 if isinstance(leaf, Doubled) else leaf, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+class Named(torch.Tensor):
+    """A plain subclass."""
+
+
+DOUBLED = Doubled(WEIGHT)
+
+
+def pairs(batch) -> torch.Tensor:
+    """Return `x` as 16 complex numbers of the step's own."""
+    return torch.view_as_complex(batch.x.view(-1, 4, 2)) * 1
+
+
+@good
+def conjugate_of_an_intermediate(batch) -> None:
+    batch.y[:, :4].copy_(pairs(batch).conj().clone().imag)
+
+
+@good
+def conjugate_written(batch) -> None:
+    numbers = pairs(batch)
+    numbers.conj().mul_(1j)
+    batch.y[:, :4].copy_(numbers.real)
+
+
+@good
+def conjugate_as_out(batch) -> None:
+    numbers = torch.empty(4, 4, dtype=torch.complex64)
+    torch.mul(pairs(batch), 2j, out=numbers.conj())
+    batch.y[:, :4].copy_(numbers.imag)
+
+
+@good
+def product_of_jagged_rows(batch) -> None:
+    rows = torch.nested.nested_tensor_from_jagged(batch.x, torch.arange(0, 5, 2))
+    batch.y.copy_((rows * 2).values())
+
+
 GOOD_STEPS |= {
+    "negative_of_an_intermediate": lambda batch: batch.y[:, :4].copy_(pairs(batch).conj().imag.clone() * 2),
+    "conjugate_of_a_slot": lambda batch: batch.y[:, :4].copy_(
+        (torch.view_as_complex(batch.x.view(-1, 4, 2)).conj() * 2).imag
+    ),
+    "conjugate_resolved": lambda batch: batch.y.copy_(
+        torch.view_as_real(pairs(batch).conj().resolve_conj()).flatten(1)
+    ),
+    "spectrum": lambda batch: batch.y.copy_(torch.fft.irfft(torch.fft.rfft(batch.x).conj())),
+    "sparse_constant": lambda batch: batch.y.copy_(torch.sparse.mm(SPARSE, batch.x.t()).t()),
+    "parts_of_a_sparse_constant": lambda batch: batch.y.copy_(batch.x * SPARSE.values()),
+    "compressed_constant": lambda batch: batch.y.copy_((COMPRESSED @ batch.x.t()).t()),
+    "packed_constant": lambda batch: batch.y.copy_(PACKED.to_dense() + batch.x),
+    "quantized_constant": lambda batch: batch.y.copy_(QUANTIZED.dequantize() + batch.x),
+    "wrapper_constant": lambda batch: batch.y.copy_(batch.x @ DOUBLED),
+    "wrapper_of_an_intermediate": lambda batch: batch.y.copy_(Doubled(batch.x + 1) * 3),
+    "plain_subclass": lambda batch: batch.y.copy_(batch.x.as_subclass(Named) * 2),
+    "tensor_without_memory": lambda batch: batch.y.copy_(batch.x * torch.empty(3, device="meta").numel()),
+    "batched_by_vmap": lambda batch: batch.y.copy_(torch.vmap(lambda row: row.softmax(-1) * 2)(batch.x)),
+    "derivative": lambda batch: batch.y.copy_(torch.func.grad(lambda x: (x * x).sum())(batch.x)),
     "in_place": lambda batch: batch.x.mul_(2.0).add_(1.0),
     "product": lambda batch: batch.y.copy_(batch.x @ WEIGHT.T),
     "masked": lambda batch: batch.x.mul_(torch.where(batch.n.sum() > 3, 2.0, 1.0)),

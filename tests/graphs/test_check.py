@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 from bad_steps import BAD_STEPS
-from good_steps import GOOD_STEPS
-from step_buffers import CONSTANTS, make_buffers
+from good_steps import DOUBLED, GOOD_STEPS
+from step_buffers import CONSTANTS as DECLARED
+from step_buffers import make_buffers
 
 from graphdecode import LLM, BucketConfig, CaptureError, GraphManager, SamplingParams, Slot, StepBuffers
 from graphdecode.buckets import StepShape
@@ -23,6 +24,7 @@ from graphdecode.graphs import check
 from graphdecode.graphs.inspect.observer import launches_watched
 
 HERE = Path(__file__).parent
+CONSTANTS = [*DECLARED, DOUBLED]
 # steps that replay as they run, but whose rows are one whole: right in a bucket that is full
 MIXES_ROWS = {"attention", "scatter_by_index"}
 # what one line does wrong may be more than one thing

@@ -14,6 +14,7 @@ from graphdecode.buffers import Batch
 ROWS, WIDTH, OPERATIONS = 4, 8, 14
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 WEIGHT = torch.randn(WIDTH, WIDTH, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+SPARSE = torch.eye(WIDTH).roll(1, 0).to_sparse().to(DEVICE)
 
 
 @torch.library.custom_op("graphdecode_tests::accumulate", mutates_args={"total"})
@@ -75,6 +76,30 @@ def _attention(a: Tensor, b: Tensor) -> Tensor:
     return torch.nn.functional.scaled_dot_product_attention(q, k, k).view_as(a)
 
 
+def _complex(a: Tensor) -> Tensor:
+    return torch.complex(a[:, ::2], a[:, 1::2])
+
+
+def _real(z: Tensor) -> Tensor:
+    return torch.cat([z.real, z.imag], -1)
+
+
+def _conjugate_written(a: Tensor, b: Tensor) -> Tensor:
+    out = _complex(a)
+    out.conj().mul_(_complex(b)).imag.neg_()
+    return _real(out)
+
+
+def _conjugate_as_out(a: Tensor, b: Tensor) -> Tensor:
+    out = torch.empty_like(_complex(a))
+    torch.add(_complex(a), _complex(b).conj(), out=out.conj())
+    return torch.view_as_real(out).flatten(1)
+
+
+class Plain(torch.Tensor):
+    """A subclass without operators of its own."""
+
+
 UNARY: list[Callable[[Tensor], Tensor]] = [
     torch.tanh,
     torch.sin,
@@ -94,6 +119,13 @@ UNARY: list[Callable[[Tensor], Tensor]] = [
     lambda a: torch.stack(halves(a)).transpose(0, 1).reshape_as(a),
     lambda a: a.argsort(-1).float(),
     lambda a: a / (1 + a.abs().amax(-1, keepdim=True)),
+    lambda a: _real(_complex(a).conj().clone()),
+    lambda a: torch.view_as_real(_complex(a).conj().resolve_conj()).flatten(1),
+    lambda a: _complex(a).conj().imag.clone().repeat(1, 2),
+    lambda a: torch.fft.irfft(torch.fft.rfft(a).conj(), n=WIDTH),
+    lambda a: (a.as_subclass(Plain) * 0.5).as_subclass(Tensor),
+    lambda a: torch.sparse.mm(SPARSE, a.t()).t(),
+    lambda a: torch.vmap(lambda row: row.softmax(-1))(a),
     lambda a: torch.einsum("bi,bj->bij", a, a).mean(-1),
 ]
 BINARY: list[Callable[[Tensor, Tensor], Tensor]] = [
@@ -107,6 +139,9 @@ BINARY: list[Callable[[Tensor, Tensor], Tensor]] = [
     _partly_written,
     _written_under_mask,
     _preallocated,
+    lambda a, b: _real(_complex(a).conj() * _complex(b)),
+    _conjugate_written,
+    _conjugate_as_out,
     _reshaped_in_place,
     _attention,
 ]
@@ -141,7 +176,7 @@ def test_law_5_any_step_replays_as_it_runs(seed: int) -> None:
         max_batch_size=ROWS,
         device=DEVICE,
     )
-    graphs = GraphManager(random_step(seed), buffers, [1, ROWS], constants=[WEIGHT])
+    graphs = GraphManager(random_step(seed), buffers, [1, ROWS], constants=[WEIGHT, SPARSE])
     graphs.capture(progress=False)
     results = []
     for run in (graphs.run_eager, graphs.replay):

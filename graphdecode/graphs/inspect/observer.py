@@ -19,7 +19,14 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from graphdecode.buffers import Batch
 from graphdecode.errors import GraphdecodeError
 from graphdecode.graphs.errors import CaptureError, Refuse, caller, definition_of
-from graphdecode.graphs.inspect.owners import Known, Owners, storage_address, storage_key
+from graphdecode.graphs.inspect.owners import (
+    Known,
+    Owners,
+    can_be_moved,
+    is_wrapper,
+    storage_address,
+    storage_key,
+)
 from graphdecode.kernels.native.registration import is_own
 
 try:
@@ -159,6 +166,7 @@ class StepObserver(TorchDispatchMode):
         self._slots = owners.slots()
         self._constants = owners.constants_now()
         self._known: dict[int, Known] = {}  # slots by the ids of their tensors
+        self._opaque: dict[int, Tensor] = {}  # refused results, by their ids
 
     def refuse(self, error: CaptureError) -> None:
         """Raise a hazard, or collect it."""
@@ -171,6 +179,8 @@ class StepObserver(TorchDispatchMode):
         return self._slots.name_of(tensor) or self._constants.name_of(tensor)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if any(map(is_wrapper, types)):
+            return NotImplemented  # its own operators are observed
         self.depth += 1
         try:
             return self._observe(func, args, kwargs or {})
@@ -196,16 +206,36 @@ class StepObserver(TorchDispatchMode):
                 self.literals |= {storage_key(tensor): tensor for tensor in tensors_of(result)}
             if written or not schema.is_aten or self._device_type != "cpu":
                 self._check_outputs(schema, args, result, before)
-            if new := [tensor for tensor in tensors_of(result) if not self._is_known(storage_key(tensor))]:
-                self.made_new(schema, new)
-                for tensor in new:
-                    storage = tensor.untyped_storage()
-                    self.made[storage._cdata] = StorageWeakRef(storage)
-        self.seen(schema, args, kwargs, given, result)
+            self._take_results(schema, given, result)
+        if not (isinstance(result, Tensor) and result.is_meta):
+            self.seen(schema, args, kwargs, given, result)
         return result
 
-    def _is_known(self, key: int | None) -> bool:
-        return key is None or key in self.made or key in self._slots or key in self._constants or key in self.literals
+    def _take_results(self, schema: Schema, given: Sequence[Given], result: Any) -> None:
+        """Note what an operator made; refuse what no graph's memory can hold."""
+        new: list[Tensor] = []
+        for tensor in tensors_of(result):
+            key = storage_key(tensor)
+            if key is None and any(tensor is each for _, each, *_ in given):
+                continue  # written in place
+            if key is None or not self._is_known(key):
+                if can_be_moved(tensor):
+                    new.append(tensor)
+                    continue
+                if not tensor.is_meta:  # that has no memory
+                    detail = f"{str(tensor.layout).removeprefix('torch.')}, {tensor.dtype}"
+                    self.refuse(CaptureError("opaque-memory", schema.overload, detail))
+                    self._opaque[id(tensor)] = tensor
+                if key is not None:
+                    self.made[key] = StorageWeakRef(tensor.untyped_storage())
+        if new:
+            self.made_new(schema, new)
+        for tensor in new:
+            storage = tensor.untyped_storage()
+            self.made[storage._cdata] = StorageWeakRef(storage)
+
+    def _is_known(self, key: int) -> bool:
+        return key in self.made or key in self._slots or key in self._constants or key in self.literals
 
     def made_new(self, schema: Schema, tensors: Sequence[Tensor]) -> None:
         """Hook: an operator returned tensors in new memory."""
@@ -249,15 +279,18 @@ class StepObserver(TorchDispatchMode):
     def _checked(self, schema: Schema, tensor: Tensor, is_written: bool) -> int | None:
         """Return the key of an argument's storage; refuse memory that was not declared."""
         key = storage_key(tensor)
-        if key is None or key in self.made or key in self.literals or schema.hazard == "host-data":
-            return key  # the last was reported already
+        if schema.hazard == "host-data" or id(tensor) in self._opaque:
+            return key  # reported already
+        if key in self.made or key in self.literals:
+            return key
         if key in self._slots:
             self._known[id(tensor)] = Known.of(tensor, self._slots.name_of(tensor))
-        elif key not in self._constants:
+        elif not (self._constants.names(tensor) if key is None else key in self._constants):
             detail = f"shape {list(tensor.shape)}, {tensor.dtype}"
             self.refuse(CaptureError("undeclared-input", schema.overload, detail))
         elif is_written:
-            self.refuse(CaptureError("constant-written", schema.overload, self.owner_of(tensor) or ""))
+            owner = "" if key is None else self.owner_of(tensor) or ""
+            self.refuse(CaptureError("constant-written", schema.overload, owner))
         elif self._constants.names(tensor):
             self._constants.known[id(tensor)] = Known.of(tensor, self._constants.name_of(tensor))
         return key

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 
 from graphdecode.buffers import FrozenError, StepBuffers
 from graphdecode.errors import ArgumentError
@@ -14,9 +14,38 @@ from graphdecode.errors import ArgumentError
 Constant = torch.nn.Module | Tensor
 
 
+# methods that return the tensors of a sparse one
+_PARTS: dict[torch.layout, tuple[str, ...]] = {
+    torch.sparse_coo: ("_indices", "_values"),
+    **dict.fromkeys((torch.sparse_csr, torch.sparse_bsr), ("crow_indices", "col_indices", "values")),
+    **dict.fromkeys((torch.sparse_csc, torch.sparse_bsc), ("ccol_indices", "row_indices", "values")),
+}
+
+
+def is_wrapper(kind: type) -> bool:
+    """Return whether a class of tensors computes each operator by others (`__torch_dispatch__`)."""
+    return kind not in _PLAIN and kind.__torch_dispatch__ is not Tensor.__torch_dispatch__  # type: ignore[attr-defined]
+
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
 def is_opaque(tensor: Tensor) -> bool:
-    """Return whether a tensor has no visible storage (packed CPU weights)."""
-    return tensor.layout != torch.strided
+    """Return whether a tensor has no storage of its own: sparse, nested, packed, or a wrapper of others."""
+    return tensor.layout != torch.strided or tensor.is_nested or is_wrapper(type(tensor))
+
+
+def can_be_moved(tensor: Tensor) -> bool:
+    """Return whether a tensor is its storage, sizes, strides, and conjugate and negative bits, and nothing else."""
+    return not (is_opaque(tensor) or tensor.is_quantized or tensor.is_meta or tensor._is_zerotensor())
+
+
+def placed(storage: UntypedStorage, like: Tensor) -> Tensor:
+    """Return a tensor over a storage with the dtype, layout, and conjugate and negative bits of another."""
+    made = torch.empty(0, dtype=like.dtype, device=storage.device)
+    made.set_(storage, like.storage_offset(), like.shape, like.stride())
+    made = made.conj() if like.is_conj() else made
+    return torch._neg_view(made) if like.is_neg() else made
 
 
 def storage_key(tensor: Tensor) -> int | None:
@@ -141,12 +170,23 @@ def _refuse_to_load(module: torch.nn.Module, *_arguments: Any) -> None:
     raise FrozenError(f"the graphs that read {type(module).__name__} are frozen: thaw() before loading weights")
 
 
+def _parts_of(tensor: Tensor, name: str) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors that a sparse tensor or a wrapper is made of."""
+    if tensor.layout in _PARTS:
+        yield from ((f"{name}.{part.lstrip('_')}", getattr(tensor, part)()) for part in _PARTS[tensor.layout])
+    elif is_wrapper(type(tensor)):
+        for part, member in vars(tensor).items():
+            if isinstance(member, Tensor):
+                yield from _named_tensors(member, f"{name}.{part}")
+
+
 def _named_tensors(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
     if isinstance(value, Tensor):
         yield name, value
+        yield from _parts_of(value, name)
     elif isinstance(value, torch.nn.Module):
         for place, tensor in [*value.named_parameters(), *value.named_buffers()]:
-            yield f"{name}.{place}", tensor
+            yield from _named_tensors(tensor, f"{name}.{place}")
     elif isinstance(value, (list, tuple, dict)):
         for key, member in value.items() if isinstance(value, dict) else enumerate(value):
             yield from _named_tensors(member, f"{name}[{key!r}]")
