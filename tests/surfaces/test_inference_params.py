@@ -85,6 +85,35 @@ def test_pages_are_taken_as_sequences_grow(device):
     assert params.cache_manager.pool.used == 2
 
 
+def test_a_paged_manager_tells_its_sequences_and_pages(device, caplog):
+    params = make(device, True, total_num_pages=4)
+    manager = params.cache_manager
+    params.pre_step(OrderedDict([(9, 5), (4, 3)]))
+    assert (manager.get_sequence_count(), manager.get_sequence_lengths()) == (2, [5, 3])
+    assert (manager.get_page_count(9), manager.get_page_list(9)) == (2, manager.page_table[0, :2].tolist())
+    assert manager.get_page_table([9, 4]) is manager.page_table
+    swapped, null = manager.get_page_table([4, 9]), manager.null_page
+    assert swapped.tolist() == [manager.page_table[1].tolist(), manager.page_table[0].tolist(), [null] * 4, [null] * 4]
+    assert manager.has_free_page()
+    params.pre_step(OrderedDict([(9, 4), (4, 1)]))
+    assert not manager.has_free_page()
+    with caplog.at_level("DEBUG"):
+        manager.print_cache()
+    assert any("sequence 9, 9 tokens" in record.getMessage() for record in caplog.records)
+    with pytest.raises(UnknownSequenceError):
+        manager.get_page_list(5)
+    with pytest.raises(ValueError, match=r"sequences .*4.*got 5"):
+        manager.get_page_table([9, 4] * 2 + [9])
+
+
+def test_the_page_table_of_a_cut_sequence_is_shorter_at_once(device):
+    params = make(device, True)
+    params.pre_step(OrderedDict([(9, 9)]))
+    params.cache_manager.truncate(9, 4)
+    table, null = params.cache_manager.get_page_table([9]), params.cache_manager.null_page
+    assert table[0].tolist() == [*params.cache_manager.get_page_list(9), null, null, null]
+
+
 def test_converted_pages_are_contiguous_and_zero_past_each_length(device):
     params = make(device, True)
     k = torch.randn(2, 6, 2, 3, device=device)

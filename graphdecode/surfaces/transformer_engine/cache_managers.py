@@ -1,8 +1,9 @@
 """The cache managers: rows or pages of sequences, their lengths, and the update in a step."""
 
+import logging
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from .metadata import StepMetadata
 
 QKV_FORMATS = ("bshd", "sbhd", "thd")
 _INT32_MAX = 2**31 - 1
+log = logging.getLogger(__name__)
 
 
 def layer_of(cache: Mapping[Any, tuple[Tensor, Tensor]], layer_number: Any) -> tuple[Tensor, Tensor]:
@@ -411,6 +413,51 @@ class PagedKVCacheManager(StagedKVCacheManager):
         """Return a sequence's pages, in order."""
         self._length(sequence_id)
         return tuple(self._ledger.pages[sequence_id])
+
+    def get_sequence_count(self) -> int:
+        """Return the number of sequences in the cache."""
+        return len(self.sequences)
+
+    def get_sequence_lengths(self) -> list[int]:
+        """Return the sequences' lengths, in row order."""
+        return list(self.sequences.values())
+
+    def has_free_page(self) -> bool:
+        """Return whether a sequence could get another page."""
+        return self.pool.free > 0
+
+    def get_page_count(self, seq: Hashable) -> int:
+        """Return the number of a sequence's pages; raises UnknownSequenceError."""
+        return len(self.pages_of(seq))
+
+    def get_page_list(self, seq: Hashable) -> list[int]:
+        """Return a sequence's pages, in order; raises UnknownSequenceError."""
+        return list(self.pages_of(seq))
+
+    def get_page_table(self, sequences: Sequence[Hashable]) -> Tensor:
+        """Return the page table of these sequences, int32 [max_batch, max_pages_per_row] on the device.
+
+        For the rows of the last step that is `page_table` itself, else a new tensor. Unused entries are the null page.
+
+        Raises:
+            UnknownSequenceError: there is no such sequence.
+            ValueError: more than `max_batch_size` sequences.
+        """
+        rows = list(sequences)
+        if rows == self._row_ids:
+            return self.page_table
+        if len(rows) > self.max_batch_size:
+            raise ValueError(f"sequences must be at most {self.max_batch_size} (max_batch_size), got {len(rows)}")
+        table = np.full((self.max_batch_size, self.max_pages_per_row), self.null_page, dtype=np.int32)
+        for row, pages in enumerate(map(self.pages_of, rows)):
+            table[row, : len(pages)] = pages
+        return torch.from_numpy(table).to(self.device)
+
+    def print_cache(self) -> None:
+        """Log the pages in use, and each sequence's tokens and pages, at the level of debugging."""
+        log.debug("%s", self)
+        for row, (seq, length) in enumerate(self.sequences.items()):
+            log.debug("row %d: sequence %r, %d tokens, pages %s", row, seq, length, self.get_page_list(seq))
 
     def _extend_places(self, ids: list[Hashable], after: np.ndarray) -> None:
         rows = np.nonzero(after > self._capacity[: len(ids)])[0].tolist()
