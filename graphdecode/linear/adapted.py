@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -15,6 +15,8 @@ from graphdecode.linear.experts import ExpertForm
 from graphdecode.linear.linear_choice import LinearChoice
 from graphdecode.linear.weight_form import FusedProduct, WeightForm
 from graphdecode.linear.wrapped import Summed, Wrapped
+
+Halves: TypeAlias = tuple[Tensor, Tensor]  # A and B of an adapter's product, scaled, as slots have them
 
 
 class AdapterSpan(NamedTuple):
@@ -147,3 +149,22 @@ class AdaptedExperts(ExpertForm):
     def nbytes(self) -> int:
         """Bytes of the form: every step reads them."""
         return self.form.nbytes
+
+
+def keys_by_head(product: ExpertForm, halves: Halves) -> Halves:
+    """Return an adapter of absorbed queries, given that of a weight [heads * (keys + values), rank] of latents.
+
+    `product`: of each head [rope_dim + rank, keys + rope_dim], its rows of keys transposed, beside rotated channels.
+    """
+    down, up = halves
+    heads, outputs, inputs = product.shape
+    rope_dim = outputs - down.shape[-1]
+    rows = up.unflatten(1, (heads, -1)).transpose(0, 1)[..., : inputs - rope_dim]  # [heads, r, keys]
+    return rows.unsqueeze(1), torch.nn.functional.pad(down, (rope_dim, 0)).expand(heads, -1, -1)
+
+
+def values_by_head(product: ExpertForm, halves: Halves) -> Halves:
+    """Return the adapter of values, `product` [heads, values, rank], of the same; see `keys_by_head`."""
+    down, up = halves
+    heads, outputs, _ = product.shape
+    return down.expand(heads, 1, -1, -1), up.unflatten(1, (heads, -1)).transpose(0, 1)[..., -outputs:]

@@ -70,6 +70,10 @@ class Scaled(Wrapped):
 
     def apply(self, out: Tensor, x: Tensor) -> None:
         self.form.apply(out, x)
+        self.transform(out)
+
+    def transform(self, out: Tensor) -> None:
+        """Scale and shift a product in place."""
         out.mul_(self.scale)
         if self.shift is not None:
             out.add_(self.shift)

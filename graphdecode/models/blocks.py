@@ -28,6 +28,7 @@ from graphdecode.kernels.recurrent.state_tokens import StateTokens
 from graphdecode.linear.adapted import Adapted, AdaptedEmbedding, AdaptedExperts, AdapterSpan
 from graphdecode.linear.experts import ExpertForm, Gate
 from graphdecode.linear.weight_form import FusedProduct, RowTable, StoredForm, WeightForm, tensors_in
+from graphdecode.linear.wrapped import Scaled
 
 Attend = Callable[[Tensor, Tensor, LayerCache, AttentionOptions], None]  # out, q, cache, options
 AppendAndAttend = Callable[[Tensor, Tensor, LayerCache, QKNormRope, AttentionOptions], None]  # out, qkv, cache, ...
@@ -191,7 +192,9 @@ class ResidualStream:
         self._all_live: Tensor | None = None
         spans = [part.adapter_span(span.start) for span, part in self.parts()]
         self._adapters = [span for span in spans if span is not None]
-        self._pairs: tuple[AdapterSpan, Tensor] | None = None  # of tokens and experts, and the first of each token's
+        # of pairs of tokens and experts, by their number and that of experts, and the first of each token's
+        self._pairs: dict[tuple[int, int], tuple[AdapterSpan, Tensor]] = {}
+        self._head_adapters: dict[int, AdapterSpan] = {}
         self._hidden = torch.empty_like(self._residual, dtype=stem.embedding.dtype)
         self._norm: Norm | None = None  # norm of the residual, not computed yet
         self._product: tuple[WeightForm, Tensor] | None = None  # output of a block, not computed yet
@@ -329,7 +332,7 @@ class ResidualStream:
         part._output = None if self._is_whole else self.output[begin:end]
         part._stem = part._product = None
         spans = [span.narrow(begin, end) for span in self._adapters]
-        part._by_head, part._buffers, part._pairs = {}, {}, None
+        part._by_head, part._buffers, part._pairs, part._head_adapters = {}, {}, {}, {}
         part._adapters = [span for span in spans if span is not None]
         return part
 
@@ -345,10 +348,23 @@ class ResidualStream:
 
     def multiply(self, linear: WeightForm, out: Tensor, x: Tensor) -> None:
         """Write the product for `x` into `out`, with the rows' adapters."""
-        if self._adapters and isinstance(linear, Adapted):
-            linear.adapt(out, x, self.buffer(linear.inner_size, torch.float32, "adapters"), self._adapters)
-        else:
+        scaled = linear if isinstance(linear, Scaled) else None
+        form = linear if scaled is None else scaled.form
+        if not self._adapters or not isinstance(form, Adapted):
             linear.apply(out, x)
+            return
+        form.adapt(out, x, self.buffer(form.inner_size, torch.float32, "adapters"), self._adapters)
+        if scaled is not None:
+            scaled.transform(out)
+
+    def multiply_by_head(self, form: ExpertForm, out: Tensor, x: Tensor) -> None:
+        """Write each head's own product for `x` [t * heads, in_features] into `out`, with the rows' adapters."""
+        heads = form.shape[0]
+        adapters = self.adapters_by_head(heads) if isinstance(form, AdaptedExperts) else None
+        if adapters is None or not isinstance(form, AdaptedExperts):
+            form.apply(out, x, self.by_head(heads))
+        else:
+            form.adapt(out, x, self.by_head(heads), adapters)
 
     def adapted_pairs(self, ids: Tensor, count: int) -> AdapterSpan | None:
         """Return the pairs of tokens and experts, for `AdaptedExperts`; None: no row has an adapter.
@@ -359,8 +375,8 @@ class ResidualStream:
         """
         if not self._adapters:
             return None
-        if self._pairs is None:
-            number, device = ids.numel(), ids.device
+        number, device = ids.numel(), ids.device
+        if (number, count) not in self._pairs:
             firsts = torch.full((len(ids), 1), _NO_EXPERTS, dtype=torch.int32, device=device)
             for span in self._adapters:
                 slots = span.adapters.index_select(0, span.rows.clamp(0, len(span.adapters) - 1))
@@ -368,9 +384,18 @@ class ResidualStream:
                 firsts[span.tokens, 0] = torch.where(has_one, slots * count, _NO_EXPERTS)
             rows = torch.arange(number, dtype=torch.int32, device=device)
             live = torch.full((1,), number, dtype=torch.int32, device=device)
-            self._pairs = AdapterSpan(slice(0, number), rows, live, rows), firsts
-        span, firsts = self._pairs
+            self._pairs[number, count] = AdapterSpan(slice(0, number), rows, live, rows), firsts
+        span, firsts = self._pairs[number, count]
         return span._replace(adapters=(firsts + ids).flatten())
+
+    def adapters_by_head(self, heads: int) -> AdapterSpan | None:
+        """Return all pairs of tokens and heads, for `AdaptedExperts`; None: no row has an adapter."""
+        if self._adapters and heads not in self._head_adapters:
+            ids = torch.arange(heads, dtype=torch.int32, device=self._hidden.device).expand(len(self._hidden), -1)
+            pairs = self.adapted_pairs(ids, heads)
+            assert pairs is not None
+            self._head_adapters[heads] = pairs
+        return self._head_adapters.get(heads)
 
     def _fused(self, linear: WeightForm) -> FusedProduct | None:
         if self._adapters and isinstance(linear, Adapted):

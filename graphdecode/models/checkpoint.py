@@ -15,13 +15,13 @@ from torch import Tensor
 from graphdecode.errors import shown
 from graphdecode.linear.quantized_weight import QuantizedWeight
 from graphdecode.linear.weight_form import Shard, Stored
-from graphdecode.models.adapters import ADAPTER_FILE
 from graphdecode.models.config import ModelConfig
 from graphdecode.models.family import config_of, family_of
 from graphdecode.models.fields import UnsupportedModelError, eos_token_ids, flag, read_json
+from graphdecode.models.peft.fields import ADAPTER_FILE
 from graphdecode.models.quantized.method import Method, PackedTensor
 from graphdecode.models.quantized.methods import CONFIGURATIONS, method_of
-from graphdecode.models.source import installed_as, refuse_pointer, require_file, resolve_model_path
+from graphdecode.models.source import installed_as, link_outside, refuse_pointer, require_file, resolve_model_path
 from graphdecode.models.weight_map import CheckpointError
 
 _NAMES_SHOWN = 5
@@ -190,10 +190,8 @@ class Checkpoint:
         """Return the path of a regular file of the folder; links out of it are refused."""
         file = self.folder / name
         require_file(file)
-        target, home = file.resolve(), self.folder.resolve()
-        # in the hub's cache, `snapshots/<revision>` has links to files in `blobs`
-        blobs = home.parent.parent / "blobs" if home.parent.name == "snapshots" else None
-        if not target.is_relative_to(home) and (blobs is None or target.parent != blobs.resolve()):
+        target = link_outside(self.folder, name)
+        if target is not None:
             raise CheckpointError(f"{file} is a link to {target}, outside of its folder: copy the file")
         return file
 

@@ -1,6 +1,7 @@
 """Model families: the base class, and the registry."""
 
 import importlib
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
 from dataclasses import replace
@@ -19,6 +20,8 @@ from graphdecode.models.families import ARCHITECTURES
 from graphdecode.models.split_blocks import SplitStem
 from graphdecode.models.weight_map import Part, WeightMap
 from graphdecode.models.weights import Weights
+
+_STACKED = {".experts.down_proj": Stored((), "F32")}  # of a checkpoint that has one tensor for all experts of a layer
 
 
 class Family(ABC):
@@ -48,6 +51,15 @@ class Family(ABC):
     @abstractmethod
     def layer(self, config: ModelConfig, weights: Weights, index: int) -> Layer:
         """Read and return one layer."""
+
+    def layouts(self, config: ModelConfig) -> tuple[WeightMap, ...]:
+        """Return the weight maps of all sources, by whose names adapters name products; the first is `weights`."""
+        separate = self.weights(config)
+        return (separate,) if config.experts is None else (separate, self.weights_in(config, _STACKED))
+
+    def adapted_features(self, config: ModelConfig, place: str, parts: tuple[Part, ...]) -> int:
+        """Return the inputs and outputs of a product's adapters, at most."""
+        return sum(math.prod(part.shape[:-2]) * sum(part.shape[-2:]) for part in parts)
 
     def stem(self, config: ModelConfig, weights: Weights) -> Stem:
         """Read and return the embedding."""

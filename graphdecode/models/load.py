@@ -175,7 +175,6 @@ def _scale(source: TensorSource, name: str, num_kv_heads: int) -> float:
     return largest
 
 
-_STACKED = {".experts.down_proj": Stored((), "F32")}  # of a checkpoint that has one tensor for all experts of a layer
 _DEQUANTIZE = "none"  # value of `quantize` for dequantizing stored weights
 
 
@@ -276,23 +275,27 @@ def num_parameters(config: ModelConfig | AdoptedConfig) -> int:
     """Return the number of a model's parameters."""
     if isinstance(config, AdoptedConfig):
         return config.num_parameters
-    return sum(math.prod(part.shape) for part in parts(family_of(config.architecture).weights(config)))
+    each = {
+        part.name: part.shape for part in parts(family_of(config.architecture).weights(config))
+    }  # keys may be values
+    return sum(map(math.prod, each.values()))
 
 
 def adapter_bytes(
     config: ModelShape, slots: int, max_rank: int, dtype: torch.dtype, *, adapt_experts: bool = False
 ) -> int:
-    """Return an upper bound of the bytes of adapter slots; products with scaled results are not adapted."""
+    """Return an upper bound of the bytes of adapter slots."""
     if isinstance(config, AdoptedConfig):
         return slots * max_rank * config.adapted_features * dtype.itemsize
     if not slots or not isinstance(config, ModelConfig):
         return 0
-    weight_map = family_of(config.architecture).weights(config)
-    adapted = [found for place, found in weight_map.items() if can_adapt(place) and len(found[0].shape) == 2]
-    adapted += [weight_map["embedding"]] * 2  # a tied output layer has its own adapters
-    of_experts = (found for place, found in weight_map.items() if is_of_experts(place) and not place.endswith(".bias"))
+    family = family_of(config.architecture)
+    weight_map = family.weights(config)
+    adapted = [place for place, found in weight_map.items() if can_adapt(place) and len(found[0].shape) == 2]
+    adapted += ["embedding"] * 2  # a tied output layer has its own adapters
+    of_experts = (place for place in weight_map if is_of_experts(place) and not place.endswith(".bias"))
     adapted += of_experts if adapt_experts else []
-    features = sum(math.prod(part.shape[:-2]) * sum(part.shape[-2:]) for found in adapted for part in found)
+    features = sum(family.adapted_features(config, place, weight_map[place]) for place in adapted)
     return slots * max_rank * features * dtype.itemsize
 
 
@@ -309,12 +312,14 @@ def weight_bytes(
     `model` and `quantize` are as for `load_model`; `dtype` is that of weights that are not kept quantized.
     """
     source = open_source(model)
-    if isinstance(config, AdoptedConfig) or quantize == _DEQUANTIZE:
+    if isinstance(config, AdoptedConfig):
         return num_parameters(config) * dtype.itemsize
     keeps_blocks = _has_blocks(source, device, native.is_expected)
 
     def size(part: Part) -> int:
         values, stored = math.prod(part.shape), source.tensors[part.name].dtype
+        if quantize == _DEQUANTIZE:
+            return values * dtype.itemsize
         if _keeps_blocks(source):
             return BLOCK_OF[stored].size(values) if keeps_blocks and stored in BLOCK_OF else values * dtype.itemsize
         return values * (4 if stored.endswith("4") else 8) // 8 if stored in KEPT_GROUPS else values * dtype.itemsize
@@ -391,11 +396,11 @@ def load_model(
         own = weight_map = weight_map if quantizing is None else quantizing.weight_map
         positions = min(max_sequence_length or config.max_position_embeddings, config.max_position_embeddings)
         scales = read_cache_scales(source, config.num_hidden_layers, config.num_key_value_heads)
-        layouts = () if config.experts is None else (family.weights(config), family.weights_in(config, _STACKED))
+        whole, layouts = config, family.layouts(config) if max_adapters else ()
         if shared is not None:
             weights_from = shard = SplitSource(weights_from, weight_map, shared.rank, shared.count)
             config, own = split_config(config, shared.count), shard.weight_map
-        adapters = AdapterSlots(*slots, options.dtype, device, config, layouts) if max_adapters else None
+        adapters = AdapterSlots(*slots, options.dtype, device, whole, layouts) if max_adapters else None
         weights = Weights(weights_from, own, options, positions, family.norm_offset, shared, adapters)
         loaded = _build(config, weights, scales, weight_map, progress)
     return_free_memory()
@@ -523,7 +528,7 @@ def _build(
     head = family.head(config, weights, stem)
     decoder = Decoder(config, stem, layers, head, cache_scales=scales, adapters=weights.adapters)
     if weights.adapters is not None:
-        weights.adapters.keep([*(form for _, form in decoder.products()), stem.adapted])
+        weights.adapters.keep(decoder.constants)
         held = weights.adapters.parts  # adapters are read whole, then split
         held.update({place: whole[place] for place in held if can_adapt(place) and held[place][0].split is not None})
         if len(stem.embedding) == config.vocab_size:  # all of it, not quantized

@@ -257,6 +257,15 @@ def require_file(path: Path) -> None:
         raise ModelSourceError(f"{path} is not a regular file")
 
 
+def link_outside(folder: Path, name: str) -> Path | None:
+    """Return where a folder's file is, if it is a link out of the folder; else None."""
+    target, home = (folder / name).resolve(), folder.resolve()
+    # in the hub's cache, `snapshots/<revision>` has links to files in `blobs`
+    blobs = home.parent.parent / "blobs" if home.parent.name == "snapshots" else None
+    is_inside = target.is_relative_to(home) or (blobs is not None and target.parent == blobs.resolve())
+    return None if is_inside else target
+
+
 def _elsewhere() -> str:
     folders = ", ".join(map(str, model_folders())) or "which is not set"
     return f"in no folder of {VARIABLE} ({folders})"

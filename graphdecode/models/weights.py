@@ -20,12 +20,12 @@ from graphdecode.models.config import ExpertsConfig
 from graphdecode.models.rope import RopeConfig, cos_sin_table
 from graphdecode.models.weight_map import Part, WeightMap
 
-_NEVER_ADAPTED = ("embedding", "lm_head", "per_layer_in")  # the first two are adapted whole
+_ADAPTED_WHOLE = ("embedding", "lm_head")  # not by rank
 
 
 def can_adapt(place: str) -> bool:
-    """Whether a layer's product can have adapters; experts' products can only if asked for."""
-    return place not in _NEVER_ADAPTED and not is_of_experts(place)
+    """Whether a product can have adapters of each rank's part; experts' products can only if asked for."""
+    return place not in _ADAPTED_WHOLE and not is_of_experts(place)
 
 
 def is_of_experts(place: str) -> bool:
@@ -107,6 +107,12 @@ class Weights:
         """Return the product of each head with a matrix of its own, [heads, out_features, in_features]."""
         heads, out_features, in_features = weight.shape
         return PlainExperts.of(weight, (heads, out_features, in_features), self._options.batch_invariant)
+
+    def adapted_heads(self, place: str, to_keys: ExpertForm, to_values: ExpertForm) -> tuple[ExpertForm, ExpertForm]:
+        """Return two products by head that are made of the weight at a place, with its adapter slots, if any."""
+        if self.adapters is None:
+            return to_keys, to_values
+        return self.adapters.wrap_heads(to_keys, to_values, place, self._map[place][0])
 
     def norm(self, place: str, eps: float) -> Norm:
         """Return a norm, in float32."""

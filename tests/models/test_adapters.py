@@ -421,8 +421,12 @@ def ranks() -> Iterator[Leader]:
     leader.close()
 
 
-# runs of fused products, biases that one rank adds, a shared expert whose sum is that of all experts, stacks
-@pytest.mark.parametrize("name", ["phi3", "granite", "qwen2-moe", "gpt-oss"])
+# runs of fused products, biases that one rank adds, a shared expert whose sum is that of all experts, stacks, heads of
+# an absorbed weight, keys that are values, scaled products
+SPLIT = ("phi3", "granite", "qwen2-moe", "gpt-oss", "deepseek-v3", "gemma4-experts", "falcon-h1-multipliers")
+
+
+@pytest.mark.parametrize("name", SPLIT)
 def test_ranks_have_the_tokens_of_merged_weights(adapted, ranks, name):
     of_model, requests = adapted(name), drawn_requests(adapted(name), 6)
     sizes = {"max_batch_size": 4, "max_sequence_length": 96, "page_size": 8, "max_prefill_tokens": 9}

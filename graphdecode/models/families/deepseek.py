@@ -86,12 +86,12 @@ class LatentAttention(Mixer):
             normed = stream.buffer(self.q_b.in_features, use="normed queries")
             rms_norm(normed, latents[:, : self.q_b.in_features], self.q_norm.weight, self.q_norm.eps)
             stream.multiply(self.q_b, queries, normed)
-        tokens, pairs, in_floats = len(latents), stream.by_head(heads), self.to_keys.gives_floats
+        tokens, in_floats = len(latents), self.to_keys.gives_floats
         keys, normed = latents.index_select(1, self.order), stream.buffer(rank, use="normed latents")
         rms_norm(normed, keys[:, -rank:], self.kv_norm.weight, self.kv_norm.eps)
         keys[:, -rank:] = normed
         absorbed = stream.buffer(heads * keys.shape[1], torch.float32 if in_floats else None, "absorbed")
-        self.to_keys.apply(absorbed.view(tokens * heads, -1), queries.view(tokens * heads, -1), pairs)
+        stream.multiply_by_head(self.to_keys, absorbed.view(tokens * heads, -1), queries.view(tokens * heads, -1))
         q = stream.buffer(absorbed.shape[1], use="rotated").view(tokens, heads, -1)
         no_heads, rope = cache.keys[:, :, :0], QKNormRope(self.cos_sin)
         for span, part in stream.parts():
@@ -100,7 +100,7 @@ class LatentAttention(Mixer):
         attended = stream.buffer(heads * rank, use="attended").view(tokens, heads, rank)
         stream.attend(attended, q, cache, self.options)
         values = stream.buffer(heads * value_channels, use="values")
-        self.to_values.apply(values.view(tokens * heads, -1), attended.view(tokens * heads, -1), pairs)
+        stream.multiply_by_head(self.to_values, values.view(tokens * heads, -1), attended.view(tokens * heads, -1))
         stream.set_output(self.o, values)
 
 
@@ -231,6 +231,13 @@ class DeepseekV3(Sparse):
             **product(f"{at}o", {f"{attention}o_proj": hidden}, heads * of_values, split=1, bias=config.o_bias),
         }
 
+    def adapted_features(self, config: ModelConfig, place: str, parts: tuple[Part, ...]) -> int:
+        if not place.endswith(".kv_b"):
+            return super().adapted_features(config, place, parts)
+        assert isinstance(config, LatentConfig)
+        of_head = config.nope_dim + 2 * config.rope_dim + 2 * config.rank + config.value_channels
+        return config.num_attention_heads * of_head  # A and B of each head's two products
+
     def expert_weights(self, config: ModelConfig, at: str, name: str, *, is_stacked: bool) -> WeightMap:
         places = super().expert_weights(config, at, name, is_stacked=is_stacked)
         if self.has_router_bias:
@@ -249,13 +256,15 @@ class DeepseekV3(Sparse):
         to_keys[:, channels, nope_dim + half_split] = 1.0
         to_keys[:, rope_dim:, :nope_dim] = to_both[:, :nope_dim].mT
         order = torch.cat((config.rank + half_split, torch.arange(config.rank))) + config.q_rank
+        of_heads = weights.by_head(to_keys), weights.by_head(to_both[:, nope_dim:].contiguous())
+        absorbed, of_values = weights.adapted_heads(f"{at}kv_b", *of_heads)
         return LatentAttention(
             qkv_a=weights.linear(f"{at}qkv_a"),
             q_norm=weights.optional_norm(f"{at}q_norm", _EPS),
             q_b=weights.linear(f"{at}q_b"),
             kv_norm=weights.norm(f"{at}kv_norm", _EPS),
-            to_keys=weights.by_head(to_keys),
-            to_values=weights.by_head(to_both[:, nope_dim:].contiguous()),
+            to_keys=absorbed,
+            to_values=of_values,
             o=weights.linear(f"{at}o"),
             order=order.to(weights.device),
             cos_sin=weights.cos_sin(config.rope, rope_dim),

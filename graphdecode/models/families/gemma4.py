@@ -134,7 +134,7 @@ class PerLayerEmbedding(Block):
         tokens, projected = stream.buffer(width, torch.float32, "embedded"), stream.buffer_for(self.per_layer_in)
         for span, part in stream.parts():
             embedding(tokens[span], part.ids, self.table, part.live, self.scale)
-        self.per_layer_in.apply(projected, stream.residual.to(self.table.dtype))
+        stream.multiply(self.per_layer_in, projected, stream.residual.to(self.table.dtype))
         shape, out = (-1, channels), stream.buffer(width, use="layer inputs")
         of_norm = (None, 0.0, self.norm.weight, self.norm.eps)
         add_rms_norm(out.view(shape), tokens.view(shape), projected.view(shape), *of_norm)

@@ -13,8 +13,13 @@ from graphdecode.models.config import ExpertsConfig, ModelConfig, UnsupportedMod
 from graphdecode.models.families.hybrid import MAMBA2_DEFAULTS, Mamba2Hybrid, mamba2_sizes, recurrent_layers
 from graphdecode.models.families.llama import Llama
 from graphdecode.models.families.sparse import Sparse, experts_everywhere, experts_of
-from graphdecode.models.weight_map import Run, WeightMap, product
+from graphdecode.models.weight_map import Part, Run, WeightMap, product
 
+_IN_TRANSFORMERS = {  # ends of names there, where checkpoints keep older ones
+    "router.layer.weight": "router.weight",
+    "block_sparse_moe.input_linear.weight": "block_sparse_moe.experts.gate_up_proj",
+    "block_sparse_moe.output_linear.weight": "block_sparse_moe.experts.down_proj",
+}
 _MAMBA, _ATTENTION = ("mamba", "linear_attention"), ("attention", "full_attention")  # in older and newer files
 
 
@@ -82,6 +87,10 @@ class GraniteHybrid(Granite, Sparse, Mamba2Hybrid):
                 places |= {f"{at}{place}": own[f"{at}{place}"] for place in ("gate_up", "down")}
         return places
 
+    def layouts(self, config: ModelConfig) -> tuple[WeightMap, ...]:
+        found = super().layouts(config)
+        return *found, {place: tuple(map(_as_in_transformers, parts)) for place, parts in found[0].items()}
+
     def layer_weights(self, config: ModelConfig, at: str, name: str) -> WeightMap:
         shared = _shared_weights(config, config.intermediate_size, at, name)
         return super().layer_weights(config, at, name) | shared
@@ -96,3 +105,8 @@ def _shared_weights(config: ModelConfig, width: int, at: str, name: str) -> Weig
     hidden, half, mlp = config.hidden_size, Run(width), f"{name}shared_mlp."
     gate_up = product(f"{at}gate_up", {f"{mlp}input_linear": (half, half)}, hidden, split=0)
     return gate_up | product(f"{at}down", {f"{mlp}output_linear": hidden}, width, split=1)
+
+
+def _as_in_transformers(part: Part) -> Part:
+    end = next((end for end in _IN_TRANSFORMERS if part.name.endswith(end)), "")
+    return part._replace(name=part.name.removesuffix(end) + _IN_TRANSFORMERS.get(end, ""))

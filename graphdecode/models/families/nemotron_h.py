@@ -20,6 +20,7 @@ _KINDS = {
     **dict.fromkeys(("full_attention", "attention", "*"), "attention"),
     **dict.fromkeys(("mlp", "-"), "mlp"),
 }
+_IN_TRANSFORMERS = {"backbone": "model"}  # modules there
 _OLDER_NAMES = {  # older field names -> names here; the older ones take precedence
     "mamba_n_groups": "n_groups",
     "mamba_d_conv": "conv_kernel",
@@ -104,7 +105,10 @@ class NemotronH(Mamba2Family):
     def weights_in(self, config: ModelConfig, tensors: Mapping[str, Stored]) -> WeightMap:
         """Return the weight map for a source, whose prefix may be `model.`, as transformers writes it."""
         places = self.weights(config)
-        return renamed(places, "", {"backbone": "model"}) if "model.embeddings.weight" in tensors else places
+        return renamed(places, "", _IN_TRANSFORMERS) if "model.embeddings.weight" in tensors else places
+
+    def layouts(self, config: ModelConfig) -> tuple[WeightMap, ...]:
+        return (*super().layouts(config), renamed(self.weights(config), "", _IN_TRANSFORMERS))
 
     def block_weights(self, config: ModelConfig, index: int, at: str, name: str) -> WeightMap:
         hidden, ff, state = config.hidden_size, config.intermediate_size, config.recurrent[index]

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,19 +43,38 @@ def read_gguf_adapter(path: Path, config: ModelShape) -> Iterator[tuple[str, Ten
         if len(tensor.shape) != 2:
             raise UnsupportedModelError(f"{tensor_name} is {[*tensor.shape]}; adapters of experts are not supported")
         halves.setdefault(base, {})[half] = tensor
-    metadata = {**file.fields, f"{name}.attention.head_count": 1}  # so that views tell which rows are permuted
+    metadata = {**file.fields, **_sizes(name, config)}
     for base, pair in halves.items():
         if len(pair) < 2:
             raise UnsupportedModelError(f"{base} has only one of A and B")
-        a, b = (TensorView(pair[half], pair[half].shape) for half in ("lora_a", "lora_b"))
-        for weight, view in architecture.views(metadata, {base: pair["lora_b"]}):
-            if isinstance(view, TensorView) and view.head_dim:
-                if b.shape[0] % config.head_dim:
-                    raise UnsupportedModelError(f"{base} has a B of {b.shape[0]} rows for heads of {config.head_dim}")
-                b = TensorView(pair["lora_b"], b.shape, head_dim=config.head_dim)
-            down = _values(a)
+        rows, columns = pair["lora_b"].shape[0], pair["lora_a"].shape[1]
+        views = [*architecture.views(metadata, {base: pair["lora_b"]})]
+        if not views:
+            raise UnsupportedModelError(
+                f"{base} is one of several tensors of a product, and adapters of it are not read"
+            )
+        for weight, view in views:
+            assert isinstance(view, TensorView)  # others are of several tensors
+            head_dim, orders = config.head_dim if view.head_dim else 0, (view.rows, view.columns)
+            if head_dim and rows % head_dim:
+                raise UnsupportedModelError(f"{base} has a B of {rows} rows for heads of {head_dim}")
+            for order, size in zip(orders, (rows, columns), strict=True):
+                if order is not None and len(order) != size:
+                    raise UnsupportedModelError(f"{base} has A and B of {size} channels, not {len(order)}")
+            down = _values(TensorView(pair["lora_a"], pair["lora_a"].shape, columns=orders[1]))
             down = down.T if base == "token_embd.weight" else down
-            yield weight.removesuffix(".weight"), down, _values(b), alpha / b.shape[1]
+            up = _values(TensorView(pair["lora_b"], pair["lora_b"].shape, head_dim=head_dim, rows=orders[0]))
+            yield weight.removesuffix(".weight"), down, up, alpha / up.shape[1]
+
+
+def _sizes(name: str, config: ModelShape) -> dict[str, int]:
+    """Return the fields of a model's file that tell in which order its rows and columns are."""
+    sizes = {"attention.head_count": 1}  # a view then tells whether rows of heads are permuted
+    mixer: Any = getattr(config, "mixer", None)
+    if hasattr(mixer, "key_heads"):  # of delta nets
+        sizes |= {"ssm.time_step_rank": mixer.heads, "ssm.group_count": mixer.key_heads}
+        sizes |= {"ssm.state_size": mixer.key_dim, "ssm.inner_size": mixer.heads * mixer.value_dim}
+    return {f"{name}.{field}": value for field, value in sizes.items()}
 
 
 def _values(view: TensorView) -> Tensor:

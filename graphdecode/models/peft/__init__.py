@@ -1,0 +1,1 @@
+"""Adapters as PEFT saves them: the fields of their configuration, and their matrices."""
