@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
-from graphdecode.errors import GraphdecodeError
+from graphdecode.errors import GraphdecodeError, shown
 from graphdecode.linear.adapted import Adapted, AdaptedEmbedding, AdaptedExperts, Halves, keys_by_head, values_by_head
 from graphdecode.linear.experts import ExpertForm, ExpertNames
 from graphdecode.linear.weight_form import WeightForm
@@ -147,6 +147,12 @@ class AdapterSlots:
                 finite, or changes more than products.
         """
         path = Path(path)
+        try:
+            is_there = path.exists()
+        except OSError as error:  # such as too long a name
+            raise AdapterError(f"{shown(str(path))} is no path of an adapter: {error.strerror}") from error
+        if not is_there:
+            raise AdapterError(f"{path}: there is no such folder or file")
         by_place: dict[str, dict[tuple[int, int], LowRank]] = {}
         where = self._by_name()
         for name, found in self._read(path, where, holding_weights):
@@ -206,7 +212,7 @@ class AdapterSlots:
         if path.suffix != SUFFIX:
             places = {name: spot.place for name, spots in where.items() for spot in spots if spot.expert == _EVERY}
             stacks = {name: Stack(self.parts[at], self.expert_names[at]) for name, at in places.items()}
-            yield from read_peft(path, stacks, self.bases, holding_weights)
+            yield from read_peft(path, where, stacks, self.bases, holding_weights)
             return
         try:
             for module, down, up, scale in read_gguf_adapter(path, self.config):

@@ -532,7 +532,8 @@ def _build(
         held = weights.adapters.parts  # adapters are read whole, then split
         held.update({place: whole[place] for place in held if can_adapt(place) and held[place][0].split is not None})
         if len(stem.embedding) == config.vocab_size:  # all of it, not quantized
-            names = [whole["embedding"][0].name] + ["lm_head.weight"] * ("lm_head" not in whole)
+            names = [layout["embedding"][0].name for layout in (whole, *weights.adapters.layouts)]
+            names += ["lm_head.weight"] * ("lm_head" not in whole)
             weights.adapters.bases.update({name.removesuffix(".weight"): stem.embedding for name in names})
     return decoder
 

@@ -13,7 +13,8 @@ from typing import Any
 
 from graphdecode.config import EngineConfig, ServerConfig
 from graphdecode.engine import SamplingParams
-from graphdecode.errors import ArgumentError
+from graphdecode.errors import ArgumentError, shown
+from graphdecode.models.peft.fields import ADAPTER_FILE
 from graphdecode.server.engine_client import EngineClient
 from graphdecode.server.fair_queue import FairQueue, FairThread
 from graphdecode.server.fork_pool import ForkPool
@@ -111,10 +112,16 @@ class Service:
             raise HttpError(403, "requests cannot load adapters: [server] lora_folder is not set")
         if name == self.model_name:
             raise HttpError(400, f"{name!r} is the name of the model", param="lora_name")
-        root, wanted = Path(allowed).expanduser().resolve(), Path(folder)
-        path = (root / wanted).resolve()
+        root = Path(allowed).expanduser().resolve()
+        try:
+            path = (root / folder).resolve()
+            is_there = path.is_file() or (path / ADAPTER_FILE).exists()
+        except (OSError, ValueError) as error:  # such as a character that no path has, or too many
+            raise HttpError(400, f"lora_path {shown(folder)} is no path: {error}", param="lora_path") from error
         if not path.is_relative_to(root):
             raise HttpError(403, "lora_path is outside of lora_folder", param="lora_path")
+        if not is_there:
+            raise HttpError(404, f"there is no adapter at lora_path {shown(folder)}", param="lora_path")
         await self.client.change_adapter(name, str(path))
 
     async def unload_adapter(self, name: str) -> None:

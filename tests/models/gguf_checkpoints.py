@@ -462,7 +462,7 @@ def _recurrent_tensors(model: Any, kind: str) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors by the names of transformers, converted."""
     config = model.config
     for name, held in model.state_dict().items():
-        tensor = _tiled(config, name, held) if kind == "Qwen3_5" else held
+        tensor = tiled(config, name, held) if kind == "Qwen3_5" else held
         place, _, last = name.rpartition(".")
         if name == "lm_head.weight" and config.tie_word_embeddings and kind != "NemotronH":
             continue
@@ -515,7 +515,7 @@ def _by_use(config: Any, place: str, tensor: Tensor) -> Iterator[tuple[str, Tens
     yield f"{layer}.in_proj_z.weight", gates.flatten(0, 1)
 
 
-def _tiled(config: Any, name: str, tensor: Tensor) -> Tensor:
+def tiled(config: Any, name: str, tensor: Tensor) -> Tensor:
     """Return a tensor of Qwen3.5 with the first head of values of each head of keys, then the second of each."""
     parts = ("in_proj_qkv", "conv1d", "in_proj_z", "in_proj_a", "in_proj_b", "out_proj", "A_log", "dt_bias")
     if "linear_attn." not in name or not any(part in name for part in parts):

@@ -238,7 +238,7 @@ def gguf_adapter(
         name: of the base in `gguf_checkpoints`.
         edit: changes metadata and tensors.
     """
-    architecture, kind, _ = gguf_checkpoints.ARCHITECTURES[name]
+    architecture, kind, _ = (gguf_checkpoints.ARCHITECTURES | gguf_checkpoints.RECURRENT)[name]
     number = next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == architecture)
     names, written = gguf.get_tensor_name_map(number, 9), {}
     written |= {"general.type": "adapter", "adapter.type": "lora", "general.architecture": architecture}
@@ -249,6 +249,8 @@ def gguf_adapter(
             module, half = found.groups()
             if kind in ("Llama", "Mixtral") and half == "B" and module.endswith(("q_proj", "k_proj")):
                 tensor = tensor.view(-1, 2, 8, tensor.shape[1]).transpose(1, 2).reshape(tensor.shape)  # heads of 16
+            if kind == "Qwen3_5" and (half == "A") == module.endswith("out_proj"):
+                tensor = gguf_checkpoints.tiled(gguf_checkpoints.random_model(name).config, module, tensor)
             if module.endswith("embed_tokens") and half == "A":
                 tensor = tensor.T
             written[f"{names.get_name(module)}.weight.lora_{half.lower()}"] = tensor.contiguous()
@@ -335,11 +337,12 @@ def test_prompt_log_probabilities_are_those_of_merged_weights(adapted, name):
             torch.testing.assert_close(torch.tensor(found), wanted, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3", "phi3"])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "phi3", "qwen35"])
 def test_gguf_adapters_are_those_of_peft_on_either_base(name, tmp_path):
     model = gguf_checkpoints.random_model(name)
     model.save_pretrained(tmp_path / "base")
-    base = gguf_checkpoints.write(model, name, tmp_path / "base.gguf")
+    write = gguf_checkpoints.write_recurrent if name in gguf_checkpoints.RECURRENT else gguf_checkpoints.write
+    base = write(model, name, tmp_path / "base.gguf")
     added = write_adapter(tmp_path / "peft", linear_modules(model) | edges(model), 1, 3)
     file = gguf_adapter(tmp_path / "adapter.gguf", tmp_path / "peft", name)
     of_model, requests = Adapted(tmp_path / "base", tmp_path), [LoRARequest("one", 1, tmp_path / "peft")]
@@ -409,8 +412,19 @@ def test_a_stack_of_square_weights_is_read_as_its_version_of_peft_wrote_it(tmp_p
     with pytest.raises(AdapterError, match="is of square weights, and PEFT '0.19.0' may transpose them"):
         slots.read(tmp_path / "other")
     write_adapter(tmp_path / "parts", {"model.layers.0.mlp.experts.down_proj": torch.empty(5, 64, 32)}, 1, 2)
-    with pytest.raises(AdapterError, match=r"mlp\.experts has rank 10, and adapter_config.json says 2"):
+    with pytest.raises(AdapterError, match=r"mlp\.experts is no product that adapters can change"):
         slots.read(tmp_path / "parts")  # without the names of parameters
+
+
+def test_a_gguf_adapter_of_tensors_that_are_joined_is_refused(tmp_path):
+    """GGUF stores `kv_b_proj` as two tensors; an adapter of one of them would be dropped."""
+    gguf_checkpoints.random_model("deepseek2").save_pretrained(tmp_path / "base")
+    write_adapter(tmp_path, {"model.layers.0.self_attn.o_proj": torch.empty(64, 48)}, 1, 3)
+    halves = {f"blk.0.attn_k_b.weight.lora_{half}": torch.ones(3, 3) for half in "ab"}
+    file = gguf_adapter(tmp_path / "adapter.gguf", tmp_path, "deepseek2", lambda written: written.update(halves))
+    slots = load_model(tmp_path / "base", device="cpu", dtype="float32", max_adapters=1).adapters
+    with pytest.raises(AdapterError, match=r"blk\.0\.attn_k_b\.weight is one of several tensors of a product"):
+        slots.read(file)
 
 
 @pytest.fixture(scope="module")
@@ -650,6 +664,9 @@ def test_names_ranks_and_engines_without_room_are_refused(small, adapted, tmp_pa
     write_adapter(tmp_path, {"model.layers.0.self_attn.q_proj": weight}, 1, 9)
     with pytest.raises(AdapterError, match="has rank 9, and max_adapter_rank is 8"):
         small.load_lora_adapter("large", tmp_path)
+    for nowhere, message in ((tmp_path / "nowhere", "there is no such"), ("a" * 5000, "no path"), ("\0", "no such")):
+        with pytest.raises(AdapterError, match=message):
+            small.load_lora_adapter("nowhere", nowhere)
     write_adapter(tmp_path, {"model.layers.0.self_attn.q_proj": weight}, 1, 8)
     small.load_lora_adapter("one", tmp_path)
     with pytest.raises(ArgumentError, match="there is an adapter 'one' already"):

@@ -1,5 +1,6 @@
 """Adapters over HTTP: named as models, listed, loaded and unloaded while requests are served."""
 
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -16,6 +17,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, scale in (("nothing", 0.0), ("loud", 1.0), ("later", 1.0)):
         write_adapter(folder / "allowed" / name, scale)
     write_adapter(folder / "outside", 1.0)
+    write_adapter(folder / "allowed" / "pissa", 1.0)
+    file = folder / "allowed" / "pissa" / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"init_lora_weights": "pissa"}))
     return folder
 
 
@@ -75,13 +79,19 @@ def test_an_adapter_is_loaded_and_unloaded_while_the_server_runs(served: Served,
         (lambda folder: str(folder / "outside"), 403, "outside of lora_folder"),
         (lambda folder: "../outside", 403, "outside of lora_folder"),
         (lambda folder: "/etc", 403, "outside of lora_folder"),
-        (lambda folder: "missing", 400, "holds no adapter_config.json"),
+        (lambda folder: "missing", 404, "there is no adapter at lora_path 'missing'"),
+        (lambda folder: ".", 404, "there is no adapter at lora_path '.'"),
+        (lambda folder: "\0", 400, "is no path"),
+        (lambda folder: "a" * 5000, 400, "is no path"),
+        (lambda folder: "\ud800", 400, ""),
+        (lambda folder: "pissa", 400, "init_lora_weights is 'pissa'"),
     ],
 )
 def test_what_may_not_or_cannot_be_loaded_is_refused(
     http: httpx.Client, folder: Path, path: Callable[[Path], str], status: int, message: str
 ) -> None:
-    response = http.post("/v1/load_lora_adapter", json={"lora_name": "new", "lora_path": path(folder)})
+    body = json.dumps({"lora_name": "new", "lora_path": path(folder)})  # in ASCII
+    response = http.post("/v1/load_lora_adapter", content=body, headers={"Content-Type": "application/json"})
     assert response.status_code == status
     assert message in response.json()["error"]["message"]
     assert "new" not in [each["id"] for each in http.get("/v1/models").json()["data"]]

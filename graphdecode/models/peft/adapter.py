@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -24,7 +24,9 @@ HoldingWeights: TypeAlias = Callable[[], AbstractContextManager[None]]
 _MOST_ALPHA = 1e30
 _NAME = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<half>embedding_[AB]|[AB]\.weight)")
 # PEFT saves what is below an adapted embedding or output layer, too: the base model has it
-_BASE_WEIGHT = re.compile(r"base_model\.model\.(?P<module>(.+\.)?(embed_tokens|lm_head))\.base_layer\.weight")
+_BASE_WEIGHT = re.compile(
+    r"base_model\.model\.(?P<module>(.+\.)?(embed_tokens|embeddings|lm_head))\.base_layer\.weight"
+)
 # what training kept beside A and B, and nothing else reads
 _OF_TRAINING = re.compile(r"base_model\.model\..+\.lora_(velora_embed|monteclora_sampler\..+)")
 _LEAST_HALF, _ROWS_AT_ONCE = 2.0**-24, 4096  # the smallest float16; rows of a table that are compared at once
@@ -32,12 +34,17 @@ _MATCHING_S = 1.0  # seconds that all expressions of an adapter may take: some t
 
 
 def read_peft(
-    folder: Path, stacks: Mapping[str, Stack], bases: Mapping[str, Tensor], holding_weights: HoldingWeights
+    folder: Path,
+    known: Container[str],
+    stacks: Mapping[str, Stack],
+    bases: Mapping[str, Tensor],
+    holding_weights: HoldingWeights,
 ) -> Iterator[tuple[str, LowRank]]:
     """Yield what an adapter adds, by the names of weights; raise AdapterError if it cannot be used.
 
     Args:
         folder: as PEFT saves it.
+        known: names of weights; of others nothing is checked.
         stacks: of experts, by name, in the order of their module.
         bases: by module, plain weights of which the file may have a copy, which must be the same.
         holding_weights: returns a context in which these are in memory and do not change.
@@ -54,6 +61,9 @@ def read_peft(
         found = stacks[weight].oriented(pair, version) if weight in stacks else pair
         if found is None:
             raise AdapterError(f"{folder}: {module} is of square weights, and PEFT {shown(version)} may transpose them")
+        if weight not in known:
+            yield weight, found
+            continue
         rank, name = found.rank, weight if _is_target(weight, targets) else module  # what PEFT matches
         stated = rank_of(name, settings.get("r"))
         if stated != rank:
