@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
+import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from decimal import Decimal
 from functools import cached_property, lru_cache
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Self
@@ -14,7 +17,7 @@ import numpy as np
 
 from graphdecode.config.sampling_params import StructuredOutputsParams
 from graphdecode.engine.constraint import Constraint, ConstraintError, TokenAutomaton, allow, forbid
-from graphdecode.errors import ArgumentError
+from graphdecode.errors import ArgumentError, shown
 from graphdecode.kernels.sampling.sampling_slots import MASK_BITS
 from graphdecode.text.automata import AutomatonConstraint, TokenAutomata
 
@@ -24,6 +27,14 @@ if TYPE_CHECKING:
 _KEPT = 64  # compiled grammars: clients repeat the same few
 MAX_GRAMMAR_LENGTH = 1 << 20  # characters
 _WORTH_THREADS_BYTES = 1024  # size of one mask
+# llguidance holds the numbers of schemas in doubles, and rounds what does not fit
+_LARGEST = 2**53 - 1  # beyond it, two integers may be one double
+_DIGITS = sys.float_info.dig  # of any decimal that a double holds
+_LARGEST_INT64 = 2**63 - 1  # `maximum` of generated schemas, which llguidance enforces
+_ANNOTATIONS = ("default", "examples", "example")  # are not enforced
+_NAMING = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")  # names of schemas
+_VALUES = ("const", "enum")
+_IN_GRAMMAR = re.compile(r"%json\s*(?=[{\[])")
 _PLAIN = {"NoExtensionBias": "no text matches it"}  # llguidance's reasons, in words
 
 
@@ -74,6 +85,13 @@ class Grammars:
     def grammar(self, params: StructuredOutputsParams) -> str:
         """Return the text of a structured output's grammar; raises `ArgumentError` if it cannot be enforced."""
         self.load()
+        try:
+            if params.kind == "grammar":
+                _check_numbers_in_grammar(str(params.grammar))
+            else:
+                _check_numbers(params.schema)
+        except ArgumentError as error:
+            raise ArgumentError(f"structured_outputs: {params.kind} cannot be kept: {error}") from error
         with _as_argument_errors(params.kind):
             grammar = _grammar_text(params)
             grammar.encode()  # fails at surrogates
@@ -266,3 +284,44 @@ def _closed(schema: Any) -> Any:
     if isinstance(schema.get("properties"), dict):
         closed.setdefault("additionalProperties", False)
     return closed
+
+
+def _check_numbers(schema: Any) -> None:
+    """Raise `ArgumentError` if a number of a schema cannot be enforced as it is."""
+    waiting: list[tuple[Any, str, str]] = [(schema, "", "schema")]  # value, its place, and what it is
+    while waiting:
+        value, place, kind = waiting.pop()
+        if isinstance(value, dict):
+            for name, each in value.items():
+                if kind == "schema" and name in _ANNOTATIONS:
+                    continue
+                inner = {"names": "schema", "values": "values"}.get(kind)
+                if inner is None:
+                    inner = "names" if name in _NAMING else "values" if name in _VALUES else "schema"
+                waiting.append((each, f"{place}.{name}" if place else str(name), inner))
+        elif isinstance(value, list):
+            waiting += [(each, f"{place}[{index}]", kind) for index, each in enumerate(value)]
+        elif isinstance(value, (int, float)) and not isinstance(value, bool):
+            is_bound = kind == "schema" and place.rpartition(".")[2] == "maximum"
+            if not (_is_kept(value) or (is_bound and type(value) is int and value == _LARGEST_INT64)):
+                raise ArgumentError(
+                    f"{place} must be an integer in -{_LARGEST}..{_LARGEST} (2**53 - 1), or a number of at most "
+                    f"{_DIGITS} digits, got {shown(value)}: another would be rounded"
+                )
+
+
+def _is_kept(number: float) -> bool:
+    if not -_LARGEST <= number <= _LARGEST:  # NaN, too
+        return False
+    return isinstance(number, int) or len(Decimal(repr(number)).normalize().as_tuple().digits) <= _DIGITS
+
+
+def _check_numbers_in_grammar(grammar: str) -> None:
+    """Raise `ArgumentError` as `_check_numbers` for the schemas in a Lark grammar."""
+    decoder = json.JSONDecoder()
+    for found in _IN_GRAMMAR.finditer(grammar):
+        try:
+            schema, _ = decoder.raw_decode(grammar, found.end())
+        except (ValueError, RecursionError):  # llguidance will say so
+            continue
+        _check_numbers(schema)
