@@ -19,6 +19,7 @@ from transformers import (
     BertConfig,
     BloomConfig,
     DeepseekV3Config,
+    GPTJConfig,
     GptOssConfig,
     LlamaConfig,
     MllamaConfig,
@@ -191,9 +192,10 @@ def test_a_familys_model_runs_either_way(tmp_path: Path) -> None:
     ("config", "why"),
     [
         (
-            BloomConfig(vocab_size=259, hidden_size=64, n_layer=1, n_head=4),
+            GPTJConfig(vocab_size=259, n_embd=64, n_layer=1, n_head=4, rotary_dim=8),
             "calls attention through its AttentionInter",
         ),
+        (BloomConfig(vocab_size=259, hidden_size=64, n_layer=1, n_head=4), "takes no position_ids"),
         (BartConfig(vocab_size=259, d_model=64, encoder_layers=1, decoder_layers=1), "takes no position_ids"),
     ],
     ids=lambda given: type(given).__name__ if not isinstance(given, str) else "",

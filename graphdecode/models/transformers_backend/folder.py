@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,11 +24,14 @@ from graphdecode.models.adapters import AdapterSlots
 from graphdecode.models.config import DTYPES
 from graphdecode.models.family import known_families
 from graphdecode.models.fields import UnsupportedModelError, count, read_json
+from graphdecode.models.transformers_backend.masks import Visible, WithoutWeights, masks_made
 from graphdecode.models.transformers_backend.module_decoder import (
     NAME,
+    PROBE,
     AdoptedConfig,
     AttentionShape,
     ModuleDecoder,
+    forget_padding,
     keep_quantiles,
     register,
     set_attention,
@@ -37,7 +40,8 @@ from graphdecode.models.transformers_backend.states import Shape, StateProbe, in
 from graphdecode.models.updates import copy_finite
 from graphdecode.models.weight_map import CheckpointError, Part
 
-_PLAIN_LAYERS = {"full_attention", "sliding_attention"}  # types of layers without other states than keys and values
+# types of layers without other states than keys and values
+_PLAIN_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 _ATTENDING = _PLAIN_LAYERS | {"attention", "hybrid", "hybrid_sliding", ""}  # the same in models with states
 _LAYERS_WITHOUT_STATE = {"mlp", "moe"}
 
@@ -133,12 +137,14 @@ class AdoptedFolder:
             text = settings.get_text_config(decoder=True)
             keeps_states = module._is_stateful or set(getattr(text, "layer_types", None) or ()) - _PLAIN_LAYERS
             states = StateProbe(module) if keeps_states else None
-            shapes, is_complete = _attention_shapes(module, states)
+            if states is None:
+                _check_positions(module)
+            attended, is_complete = _attention_of(module, states)
             if states is not None:
-                _check_states(module, text, shapes, states)
-            else:
-                _check_stateless(module, text, shapes if is_complete else None)
-            return _config_of(module, text, shapes, states)
+                _check_states(module, text, attended, states)
+            elif is_complete and sorted(attended) != list(range(text.num_hidden_layers)):
+                raise UnsupportedModelError(_no_interface(_architecture(module.config)))
+            return _config_of(module, text, attended, states)
         except UnsupportedModelError as error:
             raise UnsupportedModelError(f"{self._file}: {error}") from error
 
@@ -184,6 +190,7 @@ class AdoptedFolder:
         module = module.to(options.device).eval().requires_grad_(False)
         _replace_tensors(module, replaced)
         keep_quantiles(module)
+        forget_padding(module)
         spans: list[AdapterSpan] = []
         forms = replace_linears(module, config, options, adapters, spans)
         return ModuleDecoder(config, module, forms, adapters, spans)
@@ -213,10 +220,10 @@ class AdoptedFolder:
         try:
             with torch.device("meta"):
                 return AutoModelForCausalLM.from_config(
-                    settings, attn_implementation=NAME, trust_remote_code=self._options["trust_remote_code"]
+                    settings, attn_implementation=PROBE, trust_remote_code=self._options["trust_remote_code"]
                 ).eval()
         except KeyError as error:
-            raise UnsupportedModelError(_no_interface(name) if error.args == (NAME,) else _line(error)) from error
+            raise UnsupportedModelError(_no_interface(name) if error.args == (PROBE,) else _line(error)) from error
         except Exception as error:  # see `load`
             why = f"{name}: {_line(error)}"
             if str(error).startswith("Unrecognized configuration class"):  # and a list of all that there are
@@ -238,13 +245,11 @@ class AdoptedFolder:
             )
 
 
-def _check_stateless(module: Any, text: Any, attended: Collection[int] | None) -> None:
-    """Refuse a module that cannot run over a paged cache; `attended`: its layers with attention, None: unknown."""
-    name = _architecture(module.config)
-    if attended is not None and sorted(attended) != list(range(text.num_hidden_layers)):
-        raise UnsupportedModelError(_no_interface(name))
+def _check_positions(module: Any) -> None:
+    """Refuse a module without states that does not take the positions of its tokens."""
     forwards = [inspect.signature(part.forward) for part in (module, module.base_model)]
     if any("position_ids" not in forward.parameters for forward in forwards):
+        name = _architecture(module.config)
         raise UnsupportedModelError(f"{name} counts positions itself: transformers' module takes no position_ids")
 
 
@@ -283,60 +288,71 @@ def _replace_tensors(module: nn.Module, replaced: Mapping[str, Tensor]) -> None:
         copy_finite(name, held[name], tensor)
 
 
-def _attention_shapes(module: Any, states: StateProbe | None) -> tuple[dict[int, AttentionShape], bool]:
-    """Return each layer's attention shape in a step on the meta device, and whether the step was completed.
+class _Attended(NamedTuple):
+    """A layer's attention in the probe."""
 
-    It is not if the module reads tensors on the host, or has an operator without a meta kernel.
+    shape: AttentionShape
+    visible: Visible
+
+
+def _attention_of(module: Any, states: StateProbe | None) -> tuple[dict[int, _Attended], bool]:
+    """Return each layer's attention in a step of one token without weights, and whether the step was completed.
+
+    It is not if the module reads on the host what depends on weights.
 
     Raises:
-        UnsupportedModelError: a layer attends twice, or it was not completed and the module has `states` to find.
+        UnsupportedModelError: a layer attends twice, or by another mask than ours; or the step was not completed, and
+            the module has `states` to find, or another mask than causal order.
     """
-    shapes: dict[int, AttentionShape] = {}
+    name, found = _architecture(module.config), dict[int, _Attended]()
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
         layer = layer if states is None else states.attending(layer)
-        if layer in shapes:
+        if layer in found:
             raise UnsupportedModelError(f"layer {layer} attends twice in a step, and has one cache")
-        shapes[layer] = AttentionShape.of(q, k, v)
+        visible = Visible(options.window_left, options.is_chunked)
+        found[layer] = _Attended(AttentionShape.of(q, k, v), visible)
         return q.new_empty((*q.shape[:2], v.shape[2]))
 
     set_attention(module, attend)
-    if states is not None and module._can_set_experts_implementation():
+    forget_padding(module)
+    if module._can_set_experts_implementation():
         module.set_experts_implementation("batched_mm")  # has meta kernels for all dtypes
-    token = torch.zeros(1, dtype=torch.int64, device="meta")
+    token = torch.zeros(1, dtype=torch.int64)
     try:
-        with torch.no_grad(), torch.device("meta"):
+        with torch.no_grad(), WithoutWeights():
             module(**inputs_of(module, token, token, states))
-    except UnsupportedModelError:
-        raise
+    except UnsupportedModelError as error:
+        raise UnsupportedModelError(f"{name}: {error}") from error
     except Exception as error:  # see `load`
-        if states is not None:
-            why = f"{place_in(error)}{_line(error)}"
-            raise UnsupportedModelError(f"{_stateful(module.config)}, which cannot be run here: {why}") from error
-        if not isinstance(error, RuntimeError):
-            raise
-        return shapes, False
-    return shapes, True
+        if states is None and masks_made(module) == {Visible()}:  # then it is that of all layers
+            return found, False
+        why = f"cannot be run here: {place_in(error)}{_line(error)}"
+        raise UnsupportedModelError(
+            f"{name} {why}" if states is None else f"{_stateful(module.config)}, which {why}"
+        ) from error
+    return found, True
 
 
 def _config_of(
-    module: nn.Module, text: Any, shapes: Mapping[int, AttentionShape], states: StateProbe | None
+    module: nn.Module, text: Any, attended: Mapping[int, _Attended], states: StateProbe | None
 ) -> AdoptedConfig:
-    """Return the configuration: sizes of `shapes` before those that transformers states."""
+    """Return the configuration: sizes of `attended` before those that transformers states."""
     fields = vars(text) | {name: getattr(text, name, None) for name in text.attribute_map}
     if states is not None:  # layers without keys say nothing of heads or positions
         fields = {"num_attention_heads": 1, "head_dim": 16, "max_position_embeddings": 2**20} | fields
     heads = count(fields, "num_attention_heads")
     kv_heads = count(fields, "num_key_value_heads", heads)
     head_dim = fields.get("head_dim") or count(fields, "hidden_size") // heads
-    if shapes:
-        heads, kv_heads, head_dim, *_ = next(iter(shapes.values()))
+    if attended:
+        heads, kv_heads, head_dim, *_ = next(iter(attended.values())).shape
     dtype = getattr(text, "dtype", None) or torch.float32
     eos = text.eos_token_id
     mixers = () if states is None else tuple(sorted(states.mixers))
     weights = {path: weight for path, part in module.named_modules() if (weight := weight_of(part)) is not None}
     adapted = [weight.shape for path, weight in weights.items() if takes_adapters(path, mixers)]
     layers = range(count(fields, "num_hidden_layers"))
+    visible = [attended[layer].visible if layer in attended else Visible() for layer in layers]
     config = AdoptedConfig(
         architecture=_architecture(text) if text.architectures else type(module).__name__,
         vocab_size=count(fields, "vocab_size"),
@@ -345,17 +361,33 @@ def _config_of(
         num_key_value_heads=kv_heads,
         head_dim=head_dim,
         max_position_embeddings=count(fields, "max_position_embeddings"),
+        windows=tuple(each.window_left for each in visible),
+        chunked=tuple(each.is_chunked for each in visible),
         eos_token_ids=tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,),
         dtype=dtype if dtype in DTYPES.values() else torch.float32,
         num_parameters=sum(parameter.numel() for parameter in module.parameters()),
         adapted_features=sum(map(sum, adapted)),
-        recurrent=() if states is None else tuple(_recurrent(states.shapes.get(i), i in shapes) for i in layers),
+        recurrent=() if states is None else tuple(_recurrent(states.shapes.get(i), i in attended) for i in layers),
         mixers=mixers,
         plain_linears=frozenset() if states is None else frozenset(weights.keys() - states.called),
     )
-    for shape in shapes.values():
-        config.check_heads(shape)
+    for each in attended.values():
+        config.check_heads(each.shape)
+    _check_windows(config, text, attended)
     return config
+
+
+def _check_windows(config: AdoptedConfig, text: Any, attended: Collection[int]) -> None:
+    """Refuse a module whose own cache drops keys that its mask lets queries see: its tokens depend on chunks."""
+    from transformers import DynamicCache
+
+    for layer, kept in enumerate(DynamicCache(config=text).layers):
+        size = getattr(kept, "sliding_window", config.max_position_embeddings)
+        if layer in attended and size < config.max_position_embeddings and not 0 <= config.windows[layer] < size:
+            raise UnsupportedModelError(
+                f"{config.architecture}: transformers' cache keeps {size} tokens (sliding_window) of layer {layer}, "
+                "and tokens of a prompt see more by the module's mask"
+            )
 
 
 def _recurrent(states: Mapping[str, Shape] | None, attends: bool) -> Recurrent | None:

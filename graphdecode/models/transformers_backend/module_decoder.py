@@ -1,7 +1,8 @@
 """A causal decoder of transformers as a `Model`: its module, over our cache and our attention.
 
 Our attention is registered in transformers' `AttentionInterface`, without a mask function: transformers then makes no
-mask, and ours needs none, since positions and the window determine which keys are visible.
+mask, and ours needs none, since positions and the layer's window determine which keys are visible. The window is found
+before, by a probe; see `masks.py`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -23,9 +24,11 @@ from graphdecode.models.blocks import Attend, Tokens, append_tokens, each_once
 from graphdecode.models.config import ModelShape, UnsupportedModelError
 from graphdecode.models.decoder import attend_chunks, attend_step, tokens_of
 from graphdecode.models.model import Chunks, Model
+from graphdecode.models.transformers_backend.masks import code_of_mask, visible_of
 from graphdecode.models.transformers_backend.states import ModuleStates, inputs_of
 
 NAME = "graphdecode"  # of the function, in transformers' registry
+PROBE = f"{NAME}_probe"  # likewise, of the same function while a module is probed
 _PLACE = "graphdecode_attention"  # the attribute of an attention module that holds the function
 _MOST_TOKENS = 32  # of a prompt in a pass of a module with recurrent states: its mixers run once for each
 _POSITIONS = ("position_ids", "position_embeddings", "cache_position")  # queries and keys are rotated already
@@ -35,7 +38,7 @@ _POSITIONS = ("position_ids", "position_embeddings", "cache_position")  # querie
 class AdoptedConfig(ModelShape):
     """Sizes of a model that transformers runs."""
 
-    windows: tuple[int, ...] = (-1,)  # unknown before the module runs
+    chunked: tuple[bool, ...]  # per layer, whether its window is a chunk
     num_parameters: int
     adapted_features: int  # inputs and outputs of the products that adapters can change
     mixers: tuple[str, ...] = ()  # paths of the parts with recurrent states
@@ -74,9 +77,11 @@ Attending = Callable[[int, Tensor, Tensor, Tensor, AttentionOptions], Tensor]
 
 def register() -> None:
     """Register our attention in transformers, if it is not."""
-    from transformers import AttentionInterface  # a slow import, which native models do not need
+    from transformers import AttentionInterface, AttentionMaskInterface  # slow imports, which native models do not need
 
     AttentionInterface.register(NAME, _attention)
+    AttentionInterface.register(PROBE, _attention)
+    AttentionMaskInterface.register(PROBE, code_of_mask)
 
 
 def set_attention(model: nn.Module, attend: Attending) -> None:
@@ -84,6 +89,17 @@ def set_attention(model: nn.Module, attend: Attending) -> None:
     for module in model.modules():
         if hasattr(module, "layer_idx"):
             setattr(module, _PLACE, attend)
+
+
+def forget_padding(model: nn.Module) -> None:
+    """Leave out a warning for ids that may be padding: it reads them on the host, and there is none here."""
+    for module in model.modules():
+        if hasattr(module, "warn_if_padding_and_no_attention_mask"):
+            setattr(module, "warn_if_padding_and_no_attention_mask", _no_warning)  # noqa: B010
+
+
+def _no_warning(input_ids: Tensor, attention_mask: Tensor | None) -> None:
+    """Say nothing."""
 
 
 def keep_quantiles(model: nn.Module) -> None:
@@ -110,7 +126,6 @@ def _attention(
     value: Tensor,
     attention_mask: Tensor | None,
     scaling: float | None = None,
-    sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     is_causal: bool | None = None,
@@ -118,19 +133,20 @@ def _attention(
 ) -> tuple[Tensor, None]:
     """The function of transformers' `AttentionInterface`: one row of t tokens, which are those of all our rows.
 
-    Queries are [1, heads, t, head_dim], keys and values [1, kv_heads, t, head_dim], sinks (`s_aux`) [heads]; a window
-    includes the token's own key. Returns [1, t, heads, head_dim], and no weights.
+    Queries are [1, heads, t, head_dim], keys and values [1, kv_heads, t, head_dim], sinks (`s_aux`) [heads]; windows
+    are those of the mask that a probe got. Returns [1, t, heads, head_dim], and no weights.
     """
+    visible = visible_of(attention_mask)
     tensors = [name for name, value in others.items() if isinstance(value, Tensor) and name not in _POSITIONS]
-    if attention_mask is not None or is_causal is False or tensors:
-        asked = ", ".join(["a mask of its own"] * (attention_mask is not None) + tensors) or "no causal order"
+    if visible is None or is_causal is False or tensors:
+        asked = ", ".join(["a mask of its own"] * (visible is None) + tensors) or "no causal order"
         raise UnsupportedModelError(f"{type(module).__name__} asks attention for {asked}, which this runtime has not")
     attend: Attending | None = getattr(module, _PLACE, None)
     if attend is None:
         raise UnsupportedModelError(f"{type(module).__name__} asks for attention, but does not say for which layer")
     q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-    window = -1 if sliding_window is None else sliding_window - 1
-    options = AttentionOptions(scaling, window, softcap or 0.0, None if s_aux is None else s_aux.float())
+    sinks = None if s_aux is None else s_aux.float()
+    options = AttentionOptions(scaling, visible.window_left, softcap or 0.0, sinks, visible.is_chunked)
     return attend(module.layer_idx, q, k, v, options)[None], None
 
 
@@ -215,7 +231,8 @@ class ModuleDecoder(Model):
     @property
     def _body(self) -> Any:
         module: Any = self.module
-        return module.get_decoder()
+        found = module.get_decoder()  # of ModernBertDecoder the output layer, which has this name there
+        return found if hasattr(found, "get_input_embeddings") else module.base_model
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
         """Append a layer's keys and values, and return the attention of its queries; called by the module."""
@@ -224,6 +241,7 @@ class ModuleDecoder(Model):
         if self._states is not None:
             layer = self._states.attending(layer)
         tokens, (cache,) = self._pass.tokens, paged([self._pass.caches[layer]])
+        options = options._replace(window_left=self.config.windows[layer], is_chunked=self.config.chunked[layer])
         self.config.check_heads(AttentionShape.of(q, k, v))
         v_dim = v.shape[2]
         v = torch.nn.functional.pad(v, (0, q.shape[2] - v_dim))  # a cache has one size for keys and values

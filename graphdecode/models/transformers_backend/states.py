@@ -53,8 +53,12 @@ class PassCache:
         """Return 0: positions are given."""
         return 0
 
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        """Return 0, as `get_seq_length`."""
+        return 0
+
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """Return length and offset of the mask, which is not used."""
+        """Return length and offset of the mask, which only a probe makes."""
         return query_length, 0
 
     def is_recording_past(self, layer_idx: int) -> bool:
