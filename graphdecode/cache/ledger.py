@@ -17,6 +17,17 @@ _ROOT = b""
 _DIGEST_BYTES = 16
 
 
+def prefix_root(adapter: int | None, cache_salt: str | None) -> bytes:
+    """Return what the digests of a sequence's prefixes begin with: its adapter's number, and its salt.
+
+    It is longer than a digest, so that no salt is taken for one of another sequence's pages.
+    """
+    if adapter is None and cache_salt is None:
+        return _ROOT
+    salt = "" if cache_salt is None else f"/{cache_salt}"
+    return blake2b(f"{adapter}{salt}".encode("utf-8", "surrogatepass"), digest_size=2 * _DIGEST_BYTES).digest()
+
+
 class Checkpoints(NamedTuple):
     """Room for copies of recurrent states at the ends of pages."""
 

@@ -24,11 +24,6 @@ class LoadedAdapter:
     number: int  # never given twice: what is cached with one adapter is not another's
     weights: Adapter
 
-    @property
-    def prefix_root(self) -> bytes:
-        """What the digests of its sequences' prefixes begin with."""
-        return f"adapter {self.number}".encode()
-
 
 @dataclass
 class AdapterStats:

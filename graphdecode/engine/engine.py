@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from graphdecode.cache.ledger import prefix_root
 from graphdecode.engine.adapters import EngineAdapters
 from graphdecode.engine.constraint import AtLeast, Constrain, Constraint, ConstraintError
 from graphdecode.engine.loop import EngineLoop
@@ -149,6 +150,7 @@ class Engine:
             service_order=(request.priority, request.start_tag, request_id),
             constraint=constraint,
             adapter=adapter,
+            prefix_root=prefix_root(None if adapter is None else adapter.number, request.cache_salt),
         )
         self._sequences[request_id] = sequence
         if adapter is not None:

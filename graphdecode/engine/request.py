@@ -36,6 +36,7 @@ class Request:
     # within a priority, the lowest is served first (start-time fair queuing); ties: the first added
     start_tag: float = 0.0
     adapter: str | None = None  # name of a loaded adapter, or None
+    cache_salt: str | None = None  # cached prefixes are shared by requests of one salt alone
     is_checked: bool = False  # whether the engine's `rules` were already checked
 
 

@@ -43,6 +43,7 @@ class Sequence:
     service_order: tuple[int, float, int] = (0, 0.0, 0)  # priority, start tag, id; the lowest first
     constraint: Constraint | None = None  # of the structured output, if any
     adapter: LoadedAdapter | None = None
+    prefix_root: bytes = b""  # its cached prefixes are shared by sequences of this root alone
     slot: int = NO_ADAPTER  # its adapter's slot, while it has a row
     cached_length: int = 0  # tokens whose keys and values are in the cache
     drafted_length: int = 0  # tokens whose keys a draft model has computed
@@ -185,16 +186,17 @@ class Scheduler:
         unit = self.cache.checkpoint_tokens or self.cache.page_size
         for sequence, chunk in chunks:
             end = (chunk.start // unit + 1) * unit  # end of the first page, or checkpoint, that the chunk completes
-            if end <= chunk.end and end < len(candidate.token_ids):  # noqa: SIM102 - numbers first, lists where they fit
-                if candidate.adapter is sequence.adapter and candidate.token_ids[:end] == sequence.token_ids[:end]:
+            if end <= chunk.end and end < len(candidate.token_ids):
+                shares = candidate.prefix_root == sequence.prefix_root
+                if shares and candidate.token_ids[:end] == sequence.token_ids[:end]:
                     return True
         return False
 
     def _admit(self, sequence: Sequence) -> bool:
         """Give a waiting sequence its pages; if there are too few, change nothing and return False."""
         # a scored prompt is computed whole: cached tokens have no logits
-        root = b"" if sequence.adapter is None else sequence.adapter.prefix_root
-        cached = self.cache.add(sequence.request_id, None if sequence.unscored else sequence.token_ids, root)
+        tokens = None if sequence.unscored else sequence.token_ids
+        cached = self.cache.add(sequence.request_id, tokens, sequence.prefix_root)
         # one page stays free for each running sequence that may grow, so that admission causes no preemption
         spare = sum(map(self._may_grow, self.admitted))
         try:

@@ -34,6 +34,7 @@ from graphdecode.server.http import (
 from graphdecode.server.logprobs import chat_logprobs, completion_logprobs, offsets_in_prompt
 from graphdecode.server.preprocessing import Preprocessor
 from graphdecode.server.protocol import ChatCompletion, Completion, GeneratingPath, Generation, StreamOptions, Tokenize
+from graphdecode.server.request_fields import check_fields
 from graphdecode.server.service import Service
 from graphdecode.server.structured_outputs import StructuredOutput, structured_output_of, structured_output_of_calls
 from graphdecode.server.tool_calls import (
@@ -67,6 +68,7 @@ class Prepared(NamedTuple):
     structured: StructuredOutput | None
     tools: ToolFormat | None = None  # None: the output is not searched for tool calls
     names: frozenset[str] = frozenset()  # functions that may be called
+    echoed: str = ""  # the text before the answer in its message
 
 
 class Delta(NamedTuple):
@@ -134,7 +136,7 @@ class Reply(Response, ABC):
         self._room = contextlib.ExitStack()  # for the outputs, until they are submitted
         self.status_code = 200
         self._head = {
-            "id": f"{self.prefix}-{uuid.uuid4().hex}",
+            "id": f"{self.prefix}-{body.request_id or uuid.uuid4().hex}",
             "object": self.chunk_kind if body.stream else self.kind,
             "created": int(time.time()),
             "model": body.model or service.model_name,
@@ -331,10 +333,11 @@ class Endpoint:
         except ValidationError as error:
             message, location, code = protocol.problem_of(error)
             raise HttpError(400, message, param=str(location[0]) if location else None, code=code) from None
+        unknown = check_fields(body)
         if not in_child and (body.parts > _MAX_PARTS_HERE or getattr(body, "chat_template", None) is not None):
             return None
         with self._as_http_errors():
-            return self.prepare(preprocessor, body), protocol.unknown_fields(body), body.model
+            return self.prepare(preprocessor, body), protocol.for_log(unknown), body.model
 
     @contextlib.contextmanager
     def _as_http_errors(self) -> Iterator[None]:
@@ -393,8 +396,6 @@ class CompletionReply(Reply):
 
 def prepared_completion(preprocessor: Preprocessor, body: Completion) -> Prepared:
     """Validate and tokenize a request; see `Endpoint.prepare`."""
-    if body.suffix:
-        raise HttpError(400, "suffix is not supported: text is generated after a prompt only", param="suffix")
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise HttpError(400, "best_of is not supported: request n outputs and choose", param="best_of")
     max_tokens = body.max_tokens if "max_tokens" in body.model_fields_set else _DEFAULT_MAX_TOKENS
@@ -428,7 +429,7 @@ class ChatReply(Reply):
 
     def __init__(self, service: Service, prepared: Prepared, parents: list[ParentRequest]) -> None:
         super().__init__(service, prepared, parents)
-        tools, names = prepared.tools, prepared.names
+        tools, names, self._echoed = prepared.tools, prepared.names, prepared.echoed
         self._readers = [None if tools is None else ToolCallReader(tools, names) for _ in self.cursors]
         self._call_counts = [0] * len(self.cursors)
 
@@ -436,6 +437,8 @@ class ChatReply(Reply):
         """See `Reply.choice`."""
         body, logprobs = self.body_fields, None
         message, reason = self._message(cursor, delta.text, delta.finish_reason)
+        if self._echoed and delta.is_first:
+            message["content"] = self._echoed + message.get("content", "")
         if delta.logprobs is not None:
             most, as_ids = body.top_logprobs or 0, bool(body.return_tokens_as_token_ids)
             logprobs = chat_logprobs(self._texts, delta.token_ids, delta.logprobs, most, as_ids=as_ids)
@@ -498,7 +501,7 @@ def prepared_chat(preprocessor: Preprocessor, body: ChatCompletion) -> Prepared:
     ending, is_structured = rendered.ending(params), structured is not None
     shared = preprocessor.tokenized_params(ending, 1, body, is_structured=is_structured)
     prompt = preprocessor.tokenized_prompt(rendered.text, rendered.token_ids, shared, body)
-    return Prepared(protocol.without_large_parts(body), [prompt], structured, tools, names)
+    return Prepared(protocol.without_large_parts(body), [prompt], structured, tools, names, body.echoed)
 
 
 def _structured(preprocessor: Preprocessor, body: ChatCompletion, tools: ToolFormat | None) -> StructuredOutput | None:
@@ -528,14 +531,14 @@ def rendered_chat(
             "this model has no chat template: use /v1/completions, which takes prompts as they are, or start with "
             "--chat-template FILE"
         )
-    continues = bool(body.continue_final_message)
     render = partial(
         render_chat,
         preprocessor.tokenizer,
         chat_template=body.chat_template,
-        add_generation_prompt=not continues if body.add_generation_prompt is None else body.add_generation_prompt,
-        continue_final_message=continues,
-        chat_template_kwargs=body.chat_template_kwargs,
+        add_generation_prompt=body.begins_message,
+        continue_final_message=bool(body.continue_final_message),
+        chat_template_kwargs=body.template_variables,
+        add_special_tokens=bool(body.add_special_tokens),
     )
     messages, tools = body.messages or [], (body.tools or None) if with_tools else None
     if _tool_format(preprocessor, body, tools) is not BARE_JSON:

@@ -73,9 +73,12 @@ class Preprocessor:
             raise HttpError(400, message, param="n" if params.n > 1 else "prompt")
         if body.stream and body.prompt_logprobs is not None:
             raise HttpError(400, "prompt_logprobs must be null with stream", param="prompt_logprobs")
-        adapter, priority = self.adapter_of(body.model), body.priority or 0
-        return self.input_processor.tokenized_params(
-            params, priority=priority, is_structured=is_structured, adapter=adapter
+        shared = self.input_processor.tokenized_params(params, is_structured=is_structured)
+        return shared._replace(
+            priority=body.priority or 0,
+            adapter=self.adapter_of(body.model),
+            cache_salt=body.cache_salt,
+            truncation_side=body.truncation_side or "left",
         )
 
     def tokenized_prompt(

@@ -1,10 +1,11 @@
 """Request bodies: OpenAI's fields and vLLM's additions, with strict types.
 
-`SamplingParams` checks ranges. Unknown fields are in `model_extra`, and ignored.
+`SamplingParams` checks ranges. Fields that are not here are in `model_extra`: see `request_fields`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import fields, replace
 from itertools import islice
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_type_hints
@@ -13,19 +14,24 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from graphdecode.engine import SamplingParams
 from graphdecode.errors import ArgumentError
+from graphdecode.text.arguments import MAX_SALT_LENGTH
 
-_TEXTS = ("prompt", "messages", "tools", "bad_words", "stop")
+_TEXTS = ("prompt", "messages", "tools", "bad_words", "stop", "documents", "guided_choice")
 _NUMBERS = ("allowed_token_ids", "stop_token_ids", "logit_bias")
 
 T = TypeVar("T")
 OTHER_TYPES = ("logprobs", "logit_bias", "max_tokens", "structured_outputs", "detokenize")  # see `Generation`
 _LARGE = {
     *("prompt", "messages", "tools", "response_format", "structured_outputs", "stop", "bad_words", "logit_bias"),
-    *("stop_token_ids", "allowed_token_ids", "chat_template", "chat_template_kwargs", "suffix", "user"),
+    *("stop_token_ids", "allowed_token_ids", "chat_template", "chat_template_kwargs", "documents"),
+    *("guided_json", "guided_regex", "guided_choice", "guided_grammar", "guided_whitespace_pattern"),
+    *("regex", "grammar", "json_schema"),
 }
 _MAX_UNKNOWN, _MAX_UNKNOWN_LENGTH = 10, 40
 _FROM_SAMPLING_PARAMS = {field.name for field in fields(SamplingParams) if field.init} - {*OTHER_TYPES}
 Listed = Annotated[list[T], Field(fail_fast=True)]  # one error, not one for each wrong element
+Salt = Annotated[str, Field(min_length=1, max_length=MAX_SALT_LENGTH)]
+MAX_ID_LENGTH = 256  # characters of a request's id
 GeneratingPath = Literal["/v1/completions", "/v1/chat/completions"]
 
 
@@ -80,11 +86,21 @@ class Generation(SamplingFields):
     logit_bias: dict[str, float] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    user: str | None = None
     add_special_tokens: bool | None = None
+    truncation_side: Literal["left", "right"] | None = None
+    cache_salt: Salt | None = None
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
+    guided_json: str | dict[str, Any] | None = None  # the others are names of fields of `structured_outputs`
+    guided_regex: str | None = None
+    guided_choice: Listed[str] | None = None
+    guided_grammar: str | None = None
+    guided_whitespace_pattern: str | None = None
+    regex: str | None = None
+    grammar: str | None = None
+    json_schema: str | dict[str, Any] | None = None
     priority: int | None = None
+    request_id: Annotated[str, Field(min_length=1, max_length=MAX_ID_LENGTH)] | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
 
@@ -106,7 +122,6 @@ class Completion(Generation):
     echo: bool | None = None
     logprobs: int | None = None
     best_of: int | None = None
-    suffix: str | None = None
 
 
 class ChatFields(Body):
@@ -115,8 +130,19 @@ class ChatFields(Body):
     tools: Listed[dict[str, Any]] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    add_special_tokens: bool | None = None
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+
+    @property
+    def begins_message(self) -> bool:
+        """Whether the prompt ends with the beginning of an assistant's message."""
+        return not self.continue_final_message if self.add_generation_prompt is None else self.add_generation_prompt
+
+    @property
+    def template_variables(self) -> dict[str, Any]:
+        """Further variables of the chat template."""
+        return dict(self.chat_template_kwargs or {})
 
 
 class ChatCompletion(ChatFields, Generation):
@@ -128,6 +154,26 @@ class ChatCompletion(ChatFields, Generation):
     max_completion_tokens: int | None = None
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
+    echo: bool | None = None
+    documents: Listed[dict[str, Any]] | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+
+    @property
+    def template_variables(self) -> dict[str, Any]:
+        """Further variables of the chat template; as in vLLM, an effort says whether the model is to think."""
+        variables, effort = super().template_variables, self.reasoning_effort
+        if effort is not None:
+            variables = {"enable_thinking": effort != "none", **variables, "reasoning_effort": effort}
+        return variables if self.documents is None else {**variables, "documents": self.documents}
+
+    @property
+    def echoed(self) -> str:
+        """The text before the answer in its message: as in vLLM, that of the last message if both are one's."""
+        last = self.messages[-1] if self.messages and self.echo else {}
+        content = last.get("content")
+        if not content or (self.begins_message and last.get("role") != "assistant"):
+            return ""
+        return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
 
     @property
     def length_field(self) -> str:
@@ -140,7 +186,6 @@ class Tokenize(ChatFields):
 
     prompt: str | None = None
     messages: Listed[dict[str, Any]] | None = None
-    add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
 
 
@@ -174,10 +219,9 @@ def without_large_parts(body: B) -> B:
     return slim
 
 
-def unknown_fields(body: Body) -> tuple[str, ...]:
-    """Return the names of the first unknown fields, cut and escaped for a log."""
-    names = islice(body.model_extra or (), _MAX_UNKNOWN)
-    return tuple(ascii(name[:_MAX_UNKNOWN_LENGTH])[1:-1] for name in names)
+def for_log(names: Iterable[str]) -> tuple[str, ...]:
+    """Return the first names of unknown fields, cut and escaped for a log."""
+    return tuple(ascii(name[:_MAX_UNKNOWN_LENGTH])[1:-1] for name in islice(names, _MAX_UNKNOWN))
 
 
 def problem_of(error: ValidationError) -> tuple[str, tuple[int | str, ...], str]:

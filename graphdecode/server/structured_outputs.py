@@ -28,6 +28,13 @@ from graphdecode.text.grammar import MAX_GRAMMAR_LENGTH
 # llguidance's options for arguments: unsupported keywords are refused; JSON is spaced as chat templates write it
 _STRICT = {"lenient": False, "whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _KNOWN = frozenset(field.name for field in fields(StructuredOutputsParams))
+# field of a request -> field of `structured_outputs`
+_FIELDS = {
+    **{f"guided_{kind}": kind for kind in ("json", "regex", "choice", "grammar")},
+    "json_schema": "json",
+    "regex": "regex",
+    "grammar": "grammar",
+}
 _COMPILING_LIMITS = JobLimits(cpu_seconds=4, wall_seconds=60.0, memory_bytes=512 << 20)
 _RESULTS_KEPT, _RESULTS_BYTES = 256, 8 << 20
 _LEAST_SIZE = 1 << 14  # size of a job, for fairness: small grammars may take long, too
@@ -47,11 +54,27 @@ class StructuredOutput(NamedTuple):
 
 def structured_output_of(body: Generation) -> StructuredOutput | None:
     """Return the structured output of a request; raises `HttpError` if it is invalid, or there are two."""
-    both = [_response_format(body.response_format), _structured_outputs(body.structured_outputs)]
-    given = [each for each in both if each is not None]
+    named = [_named(body, field) for field in _FIELDS]
+    found = [_response_format(body.response_format), _structured_outputs(body.structured_outputs), *named]
+    given = [each for each in found if each is not None]
     if len(given) > 1:
-        raise HttpError(400, "give response_format or structured_outputs, not both", param="response_format")
+        first, second = given[0].field, given[1].field
+        raise HttpError(400, f"give {first} or {second}, not both", param=first)
+    if body.guided_whitespace_pattern is not None and not (given and given[0].field == "guided_json"):
+        field = "guided_whitespace_pattern"
+        raise HttpError(400, f"{field} needs guided_json", param=field)
     return given[0] if given else None
+
+
+def _named(body: Generation, field: str) -> StructuredOutput | None:
+    """Return the structured output of a field of vLLM's old names, SGLang's or llama.cpp's."""
+    kind, value = _FIELDS[field], getattr(body, field)
+    if value is None or (field == "grammar" and not value):  # llama.cpp's default
+        return None
+    if field == "json_schema" and value == {}:  # llama.cpp's for any object
+        value = {"type": "object"}
+    whitespace = body.guided_whitespace_pattern if field == "guided_json" else None
+    return _checked({kind: value} | ({} if whitespace is None else {"whitespace_pattern": whitespace}), field)
 
 
 def _response_format(given: dict[str, Any] | None) -> StructuredOutput | None:
@@ -59,7 +82,12 @@ def _response_format(given: dict[str, Any] | None) -> StructuredOutput | None:
     if given is None or given.get("type") == "text":
         return None
     if given.get("type") == "json_object":
-        return StructuredOutput(StructuredOutputsParams(json_object=True), field)
+        schema = given.get("schema")  # llama.cpp's
+        if not schema and schema in (None, {}):
+            return StructuredOutput(StructuredOutputsParams(json_object=True), field)
+        if not isinstance(schema, dict):
+            raise HttpError(400, f"{field}: schema must be a JSON Schema, got {shown(schema)}", param=field)
+        return _checked({"json": schema}, field)
     if given.get("type") != "json_schema":
         raise HttpError(400, f"{field}: type must be text, json_object or json_schema", param=field)
     wrapped = given.get("json_schema")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from graphdecode.config.key import LONG_INTEGER, is_integer
 from graphdecode.engine import SamplingParams
@@ -15,6 +15,8 @@ Prompt = str | Sequence[int] | Mapping[str, Any]
 
 _EXPECTED = "a prompt is a text, a list of token ids, or a dict with `prompt` or `prompt_token_ids`"
 _DICT_KEYS = {"prompt", "prompt_token_ids"}
+_SALT = "cache_salt"  # a further key
+MAX_SALT_LENGTH = 128  # characters
 
 
 def as_prompt(prompt: Any) -> str | list[int]:
@@ -41,15 +43,33 @@ def as_prompt(prompt: Any) -> str | list[int]:
     return [int(token) for token in ids]
 
 
-def as_prompts(prompts: Any) -> list[str | list[int]]:
+class SaltedPrompt(NamedTuple):
+    """A prompt, and what its cached prefixes are kept below: they are shared with prompts of the same salt alone."""
+
+    prompt: str | list[int]
+    cache_salt: str | None = None
+
+
+def as_salted_prompt(prompt: Any) -> SaltedPrompt:
+    """Return one prompt as `as_prompt` does, with the `cache_salt` of its dict."""
+    salt = None
+    if isinstance(prompt, Mapping):
+        salt, prompt = prompt.get(_SALT), {key: value for key, value in prompt.items() if key != _SALT}
+        if salt is not None and not (isinstance(salt, str) and 1 <= len(salt) <= MAX_SALT_LENGTH):
+            raise ArgumentError(f"{_SALT} must be a text of 1..{MAX_SALT_LENGTH} characters, got {shown(salt)}")
+    return SaltedPrompt(as_prompt(prompt), salt)
+
+
+def as_prompts(prompts: Any) -> list[SaltedPrompt]:
     """Return one prompt, or an iterable of prompts, as a list; integers are one prompt."""
     if isinstance(prompts, str | Mapping):
-        return [as_prompt(prompts)]
+        return [as_salted_prompt(prompts)]
     prompts = _listed(prompts)
     if isinstance(prompts, bytes | bytearray) or not isinstance(prompts, Iterable):
         raise ArgumentError(f"{_EXPECTED}, and prompts are a list of them, got {shown(prompts)}")
     items = list(prompts)
-    return [as_prompt(items)] if items and all(map(is_integer, items)) else [as_prompt(item) for item in items]
+    are_tokens = bool(items) and all(map(is_integer, items))
+    return [as_salted_prompt(items)] if are_tokens else [as_salted_prompt(item) for item in items]
 
 
 def _listed(given: Any) -> Any:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias, Unpack
 from graphdecode.config.vllm_names import CALL_KEYWORDS, no_attribute, refusing
 from graphdecode.engine import SamplingParams
 from graphdecode.errors import AnswerError, ArgumentError
-from graphdecode.text.arguments import LoRARequest, Prompt, as_params, as_priorities, as_prompt
+from graphdecode.text.arguments import LoRARequest, Prompt, as_params, as_priorities, as_salted_prompt
 from graphdecode.text.chat import ChatOptions, Message, render_chat
 from graphdecode.text.input_processor import ParentRequest
 from graphdecode.text.llm import LLM
@@ -120,10 +120,11 @@ class AsyncLLM:
         if this was closed or a step failed.
         """
         (params,) = as_params(sampling_params, 1)
-        item = as_prompt(prompt)
+        item = as_salted_prompt(prompt)
         (first,) = as_priorities(priority, 1)
         (adapter,) = self.llm.adapters_of(lora_request, 1)
-        make = partial(self.llm.input_processor.process, item, params, priority=first, adapter=adapter)
+        process, salt = self.llm.input_processor.process, item.cache_salt
+        make = partial(process, item.prompt, params, priority=first, adapter=adapter, cache_salt=salt)
         return self._outputs(make, params, request_id)
 
     @refusing(CALL_KEYWORDS, *ChatOptions.__annotations__)

@@ -54,6 +54,7 @@ def render_chat(
     continue_final_message: bool = False,
     tools: Sequence[Tool] | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
+    add_special_tokens: bool = False,
 ) -> RenderedChat:
     """Render a conversation as a prompt; thread-safe.
 
@@ -66,6 +67,7 @@ def render_chat(
         continue_final_message: leave the last message open, instead of `add_generation_prompt`.
         tools: JSON schemas, or functions with types and docstrings.
         chat_template_kwargs: further variables of the template.
+        add_special_tokens: add the tokenizer's special tokens to those of the template.
 
     Raises:
         ArgumentError: the messages are malformed, there is no template, or it refuses the conversation.
@@ -98,7 +100,7 @@ def render_chat(
         text.encode("utf-8")
     except UnicodeEncodeError as error:  # surrogates
         raise ArgumentError(f"a message is not valid text: {error}") from error
-    return RenderedChat(text, _encoded(tokenizer, text), _end_of_turn(tokenizer, rendered))
+    return RenderedChat(text, _encoded(tokenizer, text, special=add_special_tokens), _end_of_turn(tokenizer, rendered))
 
 
 def as_conversations(messages: Any) -> list[list[Message]]:
@@ -181,9 +183,9 @@ def _template_of(tokenizer: Any, template: str | Path | None, tools: Sequence[To
         raise ArgumentError(f"chat_template: {error}") from error
 
 
-def _encoded(tokenizer: Any, text: str) -> list[int]:
+def _encoded(tokenizer: Any, text: str, *, special: bool = False) -> list[int]:
     # a batch lets other threads run meanwhile, which a single text does not
-    (encoding,) = tokenizer.backend_tokenizer.encode_batch([text], add_special_tokens=False)
+    (encoding,) = tokenizer.backend_tokenizer.encode_batch([text], add_special_tokens=special)
     return list(encoding.ids)
 
 

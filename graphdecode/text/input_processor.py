@@ -47,8 +47,10 @@ class TokenizedParams(NamedTuple):
     sampling: SamplingParams
     per_output: SamplingParams  # for one output in the engine
     bad_words: list[list[int]]  # tokens of each spelling
-    priority: int  # the lowest is served first
+    priority: int = 0  # the lowest is served first
     adapter: str | None = None  # its name; None: the base model
+    cache_salt: str | None = None  # see `Request`
+    truncation_side: str = "left"  # where tokens are cut: "left" keeps the last ones, "right" the first
 
 
 class TokenizedPrompt(NamedTuple):
@@ -90,6 +92,7 @@ class InputProcessor:
         token_ids: list[int] | None = None,
         priority: int = 0,
         adapter: str | None = None,
+        cache_salt: str | None = None,
     ) -> ParentRequest:
         """Tokenize a prompt to the requests of its outputs; unusable parameters refuse it, with `output.error` set.
 
@@ -100,14 +103,15 @@ class InputProcessor:
             token_ids: the prompt's; None: from `encode`.
             priority: the lowest is served first.
             adapter: its name; None: the base model.
+            cache_salt: see `Request`.
         """
         token_ids = self.encode(prompt) if token_ids is None else token_ids
         if self._tokenizer is None and (params.stop_strings or params.bad_words):
             raise ArgumentError("there is no tokenizer (skip_tokenizer_init): stop and bad_words must be None")
         structured, grammar = params.structured_outputs, None
-        is_structured = structured is not None
         try:
-            shared = self.tokenized_params(params, priority=priority, is_structured=is_structured, adapter=adapter)
+            shared = self.tokenized_params(params, is_structured=structured is not None)
+            shared = shared._replace(priority=priority, adapter=adapter, cache_salt=cache_salt)
             tokenized = self.tokenized_prompt(prompt, token_ids, shared)
             if structured is not None:
                 if self._tokenizer is None:
@@ -115,16 +119,14 @@ class InputProcessor:
                 grammar = self.grammars.grammar(structured)
                 self.grammars.constraint(grammar)
         except (ArgumentError, ConstraintError) as error:
-            shared = TokenizedParams(params, params, [], priority, adapter)
+            shared = TokenizedParams(params, params, [])
             parent = self.parent_request(self._truncated(prompt, token_ids, shared), None)
             parent.refuse(str(error))
             return parent
         return self.parent_request(tokenized, grammar)
 
-    def tokenized_params(
-        self, params: SamplingParams, *, priority: int = 0, is_structured: bool = False, adapter: str | None = None
-    ) -> TokenizedParams:
-        """Tokenize and check the parameters that all prompts of a request share.
+    def tokenized_params(self, params: SamplingParams, *, is_structured: bool = False) -> TokenizedParams:
+        """Tokenize and check the parameters that all prompts of a request share; the caller sets the other fields.
 
         Raises `ArgumentError` if the tokenizer fails, `RequestError` if no prompt can be served with them.
         """
@@ -139,7 +141,7 @@ class InputProcessor:
         params = params.unchecked(bad_words=None, structured_outputs=None, **named)
         per_output = params.unchecked(n=1, stop=None, stop_strings=(), truncate_prompt_tokens=None)
         rules.check_sampling(per_output, bad_words, is_structured=is_structured)
-        return TokenizedParams(params, per_output, bad_words, priority, adapter)
+        return TokenizedParams(params, per_output, bad_words)
 
     def tokenized_prompt(
         self, prompt: str | list[int], token_ids: list[int], params: TokenizedParams
@@ -154,7 +156,7 @@ class InputProcessor:
 
         `grammar`: None: unconstrained; `start_tag`: see `Request`.
         """
-        params, per_output, bad_words, priority, adapter = tokenized.params
+        params, per_output, bad_words, priority, adapter, salt, _ = tokenized.params
         outputs = [CompletionOutput(index) for index in range(params.n)]
         times = RequestMetrics(time.perf_counter())
         output = RequestOutput(next(self._numbers), tokenized.prompt, tokenized.token_ids, outputs, times)
@@ -165,7 +167,7 @@ class InputProcessor:
             scored = params.prompt_logprobs if index == 0 else None  # computed once
             own = per_output.unchecked(seed=as_int64(seed + index), prompt_logprobs=scored)
             request = Request(
-                tokenized.token_ids, own, bad_words, grammar, priority, start_tag, adapter, is_checked=True
+                tokenized.token_ids, own, bad_words, grammar, priority, start_tag, adapter, salt, is_checked=True
             )
             children.append((request, RequestState(own_output, output, params, self.texts)))
         return ParentRequest(output, children)
@@ -181,12 +183,14 @@ class InputProcessor:
         return Grammars(self._tokenizer.backend_tokenizer, self._rules.vocab_size, self._rules.eos_token_ids)
 
     def _truncated(self, prompt: str | list[int], token_ids: list[int], params: TokenizedParams) -> TokenizedPrompt:
-        """Return the last tokens of a prompt; a text keeps its beginning-of-sequence token."""
+        """Return the last tokens of a prompt, or the first; a text keeps its beginning-of-sequence token."""
         text, most = prompt if isinstance(prompt, str) else None, params.sampling.truncate_prompt_tokens
         if most == -1:
             limit, room = self._rules.capacity.token_limit, params.sampling.max_tokens
             most = max(limit - (room if room is not None and room < limit else 1), 1)
-        if most is not None and len(token_ids) > most:
+        if most is not None and len(token_ids) > most and params.truncation_side == "right":
+            token_ids = token_ids[:most]
+        elif most is not None and len(token_ids) > most:
             first = token_ids[:1] if text is not None and token_ids[0] == self._tokenizer.bos_token_id else []
             token_ids = first + token_ids[len(token_ids) - most + len(first) :]
         return TokenizedPrompt(text, token_ids, params)

@@ -31,8 +31,8 @@ from graphdecode.text.arguments import (
     as_lora_requests,
     as_params,
     as_priorities,
-    as_prompt,
     as_prompts,
+    as_salted_prompt,
 )
 from graphdecode.text.chat import ChatOptions, Message, as_conversations, render_chat
 from graphdecode.text.input_processor import InputProcessor, ParentRequest
@@ -189,7 +189,8 @@ class LLM:
         """Generate outputs for prompts, with continuous batching.
 
         Args:
-            prompts: a text, a list of token ids, a dict with `prompt` or `prompt_token_ids`, or a list of these.
+            prompts: a text, a list of token ids, a dict with `prompt` or `prompt_token_ids`, or a list of these. A
+                dict's `cache_salt` keeps cached prefixes apart: they are shared by prompts of one salt alone.
             sampling_params: one for all prompts, or one for each; None means the defaults.
             use_tqdm: show a progress bar on standard error if that is a terminal.
             priority: one for all prompts, or one for each: the lowest is served first, and preempted last.
@@ -207,7 +208,9 @@ class LLM:
         priorities = as_priorities(priority, len(items))
         adapters = self.adapters_of(lora_request, len(items))
         process, inputs = self.input_processor.process, zip(items, params, priorities, adapters, strict=True)
-        return self._generated([process(i, p, priority=first, adapter=a) for i, p, first, a in inputs], use_tqdm)
+        return self._generated(
+            [process(i.prompt, p, priority=n, adapter=a, cache_salt=i.cache_salt) for i, p, n, a in inputs], use_tqdm
+        )
 
     @refusing(CALL_KEYWORDS, *ChatOptions.__annotations__)
     def chat(
@@ -293,12 +296,13 @@ class LLM:
                 f"a stream takes one prompt and one SamplingParams, got a {type(sampling_params).__name__}"
             )
         (params,) = as_params(sampling_params, 1)
-        prompt = as_prompt(prompt)
+        item = as_salted_prompt(prompt)
         if params.n != 1:
             raise ArgumentError(f"n must be 1 for a stream, got {params.n}")
         (first,) = as_priorities(priority, 1)
         (adapter,) = self.adapters_of(lora_request, 1)
-        parent = self.input_processor.process(prompt, params, priority=first, adapter=adapter)
+        process, salt = self.input_processor.process, item.cache_salt
+        parent = process(item.prompt, params, priority=first, adapter=adapter, cache_salt=salt)
         with DeferredInterrupt():
             self.router.submit([parent])
         if parent.output.error is not None:

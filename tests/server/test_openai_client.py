@@ -195,6 +195,40 @@ def test_wrong_types_and_ranges_are_400_and_name_the_field(client, asked, param)
     assert caught.value.message
 
 
+def test_prefixes_in_the_cache_are_found_by_requests_of_their_salt_alone(client: openai.OpenAI) -> None:
+    def cached(salt: str | None) -> int | None:
+        answer = client.completions.create(
+            model="demo", prompt="salted " * 12, max_tokens=1, extra_body={"cache_salt": salt}
+        )
+        assert answer.usage is not None
+        assert answer.usage.prompt_tokens_details is not None
+        return answer.usage.prompt_tokens_details.cached_tokens
+
+    assert [cached(salt) for salt in ("a", "b", None, "a", "b", None)] == [0, 0, 0, 80, 80, 80]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_chats_answer_begins_with_the_message_that_it_goes_on_with(served: Served, stream: bool) -> None:
+    asked = {
+        "messages": [{"role": "user", "content": "12+30="}, {"role": "assistant", "content": "4"}],
+        "chat_template": "{{ messages[0].content }}{{ messages[1].content }}",
+        "continue_final_message": True,
+        "echo": True,
+        "temperature": 0,
+        "stream": stream,
+        "request_id": "mine",
+    }
+    with served.client(headers={"Authorization": f"Bearer {KEY}"}) as http:
+        told = http.post("/v1/chat/completions", json=asked)
+    assert told.status_code == 200, told.text
+    if not stream:
+        assert (told.json()["id"], told.json()["choices"][0]["message"]["content"]) == ("chatcmpl-mine", "42")
+        return
+    lines = [line.removeprefix("data: ") for line in told.text.splitlines() if line.startswith("data: {")]
+    deltas = [json.loads(line)["choices"][0]["delta"].get("content") or "" for line in lines]
+    assert "".join(deltas) == "42"
+
+
 def test_a_chat_with_a_model_without_a_template_is_told_where_to_go(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="no chat template: use /v1/completions.*--chat-template"):
         client.chat.completions.create(model="demo", messages=[{"role": "user", "content": "12+30="}])

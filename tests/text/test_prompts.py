@@ -46,14 +46,15 @@ def llm():
     ids=lambda prompts: type(prompts).__name__,
 )
 def test_token_ids_come_in_many_forms(prompts):
-    assert as_prompts(prompts) == [[5, 6, 7]]
+    assert as_prompts(prompts) == [([5, 6, 7], None)]
 
 
 def test_texts_come_alone_in_a_list_or_in_a_dict():
-    assert as_prompts("abc") == as_prompts(["abc"]) == as_prompts({"prompt": "abc"}) == ["abc"]
-    assert as_prompts(["abc", {"prompt": "de"}, [3]]) == ["abc", "de", [3]]
+    assert as_prompts("abc") == as_prompts(["abc"]) == as_prompts({"prompt": "abc"}) == [("abc", None)]
+    assert [each.prompt for each in as_prompts(["abc", {"prompt": "de"}, [3]])] == ["abc", "de", [3]]
     assert as_prompts([]) == []
-    assert as_prompts([[]]) == [[]]
+    assert as_prompts([[]]) == [([], None)]
+    assert as_prompts({"prompt": "a", "cache_salt": None}) == [("a", None)]
 
 
 @pytest.mark.parametrize(
@@ -232,6 +233,26 @@ def test_n_answers_compute_their_prompt_once_and_hold_its_pages_once() -> None:
             "eight pages of the prompt are found by all but the first"
         )
         assert output.metrics.num_cached_tokens == 128
+
+
+def test_prefixes_are_shared_below_one_salt_alone() -> None:
+    with LLM("demo", max_batch_size=8, max_sequence_length=256, page_size=16) as salting:
+        tokens = [97 + i % 26 for i in range(130)]
+
+        def cached(*salts: str | None) -> list[int]:
+            prompts = [{"prompt_token_ids": tokens, "cache_salt": salt} for salt in salts]
+            outputs = salting.generate(prompts, GREEDY, use_tqdm=False)
+            assert len({tuple(output.outputs[0].token_ids) for output in outputs}) == 1
+            return [output.metrics.num_cached_tokens for output in outputs]
+
+        assert cached("a", "b", None, "a") == [0, 0, 0, 128]  # in one batch
+        assert cached("a", None, "b", "c", "a/b") == [128, 128, 128, 0, 0]
+        with salting.stream({"prompt_token_ids": tokens, "cache_salt": "d"}, GREEDY) as stream:
+            list(stream)
+        assert stream.request.metrics.num_cached_tokens == 0
+    for wrong in ("", 5, "a" * 129):
+        with pytest.raises(ArgumentError, match="^cache_salt must be a text of 1..128 characters, got"):
+            as_prompts({"prompt": "a", "cache_salt": wrong})
 
 
 @pytest.fixture(scope="module")
