@@ -40,6 +40,8 @@ if TYPE_CHECKING:  # for type checkers and editors; a test holds this and `_MODU
         CUDAGraphBatchDecodeWithPagedKVCacheWrapper as CUDAGraphBatchDecodeWithPagedKVCacheWrapper,
     )
     from graphdecode.surfaces.flashinfer import single_decode_with_kv_cache as single_decode_with_kv_cache
+    from graphdecode.surfaces.flashinfer import trtllm_batch_decode_with_kv_cache as trtllm_batch_decode_with_kv_cache
+    from graphdecode.surfaces.flashinfer import xqa_batch_decode_with_kv_cache as xqa_batch_decode_with_kv_cache
     from graphdecode.surfaces.optimum_neuron import SlotKVCacheManager as SlotKVCacheManager
     from graphdecode.surfaces.transformer_engine import DotProductAttention as DotProductAttention
     from graphdecode.surfaces.transformer_engine import InferenceParams as InferenceParams
@@ -88,6 +90,8 @@ _NAMES = {  # module -> the public names that it has
         "BatchDecodeWithPagedKVCacheWrapper",
         "CUDAGraphBatchDecodeWithPagedKVCacheWrapper",
         "single_decode_with_kv_cache",
+        "trtllm_batch_decode_with_kv_cache",
+        "xqa_batch_decode_with_kv_cache",
     ),
     "surfaces.optimum_neuron": ("SlotKVCacheManager",),
     "surfaces.transformer_engine": (

@@ -45,12 +45,14 @@ def wave_items_for(
     return max(processors * programs_per_processor(device, tile, kv_dtype.itemsize) // num_kv_heads, 1)
 
 
-def new_split_plan(device: torch.device, rows: int, items: int, num_qo_heads: int, head_dim_v: int) -> SplitPlan:
-    """Return a plan of at most `items` work items, and the workspace of one query a row."""
+def new_split_plan(
+    device: torch.device, rows: int, items: int, num_qo_heads: int, head_dim_v: int, q_len: int = 1
+) -> SplitPlan:
+    """Return a plan of at most `items` work items, and the workspace of `q_len` queries a row."""
     splits = items if device.type == "cuda" else 1  # nothing is split on a CPU
     ints, floats = (partial(torch.zeros, dtype=dtype, device=device) for dtype in (torch.int32, torch.float32))
-    heads = num_qo_heads
-    workspace = (floats(splits, 1, heads, head_dim_v), floats(splits, 1, heads), ints(rows * heads))
+    queries = (q_len, num_qo_heads)
+    workspace = (floats(splits, *queries, head_dim_v), floats(splits, *queries), ints(rows * q_len * num_qo_heads))
     return SplitPlan(ints(rows), ints(plan_size(items)), *workspace)
 
 

@@ -6,11 +6,14 @@ from graphdecode.errors import flashinfer_hint
 
 from .batch_decode import BatchDecodeWithPagedKVCacheWrapper, CUDAGraphBatchDecodeWithPagedKVCacheWrapper
 from .single_decode import single_decode_with_kv_cache
+from .table_decode import trtllm_batch_decode_with_kv_cache, xqa_batch_decode_with_kv_cache
 
 __all__ = [
     "BatchDecodeWithPagedKVCacheWrapper",
     "CUDAGraphBatchDecodeWithPagedKVCacheWrapper",
     "single_decode_with_kv_cache",
+    "trtllm_batch_decode_with_kv_cache",
+    "xqa_batch_decode_with_kv_cache",
 ]
 
 

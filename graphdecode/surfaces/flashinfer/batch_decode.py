@@ -29,6 +29,7 @@ from .decode_problem import (
     Q_DTYPE_LEFT_OUT,
     DecodeProblem,
     check_metadata,
+    check_result,
     exact_queries,
     planned_dtypes,
 )
@@ -298,8 +299,8 @@ class BatchDecodeWithPagedKVCacheWrapper:
         if lse is None and return_lse:
             lse = torch.empty(lse_shape, dtype=torch.float32, device=q.device)
         out_dtypes = (q.dtype, *OUT_DTYPES) if q.dtype in FP8_DTYPES else (q.dtype,)
-        _check_result("out", out, out_shape, out_dtypes)
-        _check_result("lse", lse, lse_shape, (torch.float32,))
+        check_result("out", out, out_shape, out_dtypes)
+        check_result("lse", lse, lse_shape, (torch.float32,))
         queries = exact_queries(q)
         result = out if out.dtype == queries.dtype else torch.empty(out_shape, dtype=queries.dtype, device=q.device)
         indptr, indices, _ = self._pages
@@ -372,12 +373,3 @@ class CUDAGraphBatchDecodeWithPagedKVCacheWrapper(BatchDecodeWithPagedKVCacheWra
     ) -> None:
         buffers = (indptr_buffer, indices_buffer, last_page_len_buffer)
         super().__init__(workspace_buffer, kv_layout, True, use_tensor_cores, *buffers)
-
-
-def _check_result(name: str, tensor: Tensor | None, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...]) -> None:
-    if tensor is None:
-        return
-    require_tensors(None, **{name: tensor})
-    require_fit(name, tensor, shape, *dtypes)
-    if not tensor.is_contiguous():
-        raise ValueError(f"{name} must be contiguous, got strides {tensor.stride()}")

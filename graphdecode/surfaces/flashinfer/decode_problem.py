@@ -160,3 +160,19 @@ def check_metadata(indptr: Tensor, indices: Tensor, last_page_len: Tensor) -> in
             f"indptr must have one entry more than last_page_len, and at least 2, got {indptr.shape[0]} and {rows}"
         )
     return rows
+
+
+def check_result(
+    name: str,
+    tensor: Tensor | None,
+    shape: tuple[int, ...],
+    dtypes: tuple[torch.dtype, ...],
+    device: torch.device | None = None,
+) -> None:
+    """Raise a ValueError if a tensor to write into, unless it is None, does not fit; device: None means any."""
+    if tensor is None:
+        return
+    require_tensors(device, **{name: tensor})
+    require_fit(name, tensor, shape, *dtypes)
+    if not tensor.is_contiguous():
+        raise ValueError(f"{name} must be contiguous, got strides {tensor.stride()}")
