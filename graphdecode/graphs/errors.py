@@ -107,11 +107,13 @@ class CaptureError(GraphdecodeError, RuntimeError):
         super().__init__(f"{where}{operator}: {self.why}; {self.remedy} [{kind}]")
 
     @classmethod
-    def of(cls, error: BaseException, operator: str | None = None) -> CaptureError:
-        """Wrap an error that the step raised, with the step's innermost line and the last operator."""
+    def of(
+        cls, error: BaseException, operator: str | None = None, location: tuple[str | None, int | None] | None = None
+    ) -> CaptureError:
+        """Wrap an error that the step raised, with the last operator, and the step's innermost line or `location`."""
         message = str(error).partition("\n")[0]
         detail = f"{type(error).__name__}: {message}" if message else type(error).__name__
-        return cls("failed", operator or type(error).__name__, detail, raised_at(error.__traceback__))
+        return cls("failed", operator or type(error).__name__, detail, location or raised_at(error.__traceback__))
 
 
 Refuse = Callable[[CaptureError], None]
@@ -144,7 +146,9 @@ def raised_at(trace: TracebackType | None) -> tuple[str | None, int | None]:
 
 
 def definition_of(step: Any) -> tuple[str | None, int | None]:
-    """Return file and line where a step is defined, if it is Python."""
+    """Return file and line where a step is defined, if it is Python; decorators and `functools.partial` are undone."""
+    while (inner := getattr(step, "__wrapped__", None) or getattr(step, "func", None)) is not None:
+        step = inner
     function = step if hasattr(step, "__code__") else vars(type(step)).get("__call__")
     code = getattr(function, "__code__", None)
     return (None, None) if code is None else (code.co_filename, code.co_firstlineno)

@@ -124,6 +124,16 @@ class Recorder(StepObserver):
         if schema.is_own and any(is_written and not tensor.is_floating_point() for _, tensor, is_written, _ in given):
             self.calls[-1]()
 
+    def failing(self) -> tuple[str, tuple[str | None, int | None]] | tuple[()]:
+        """Return the first operator whose repetition raises an error, with its file and line; () if none does."""
+        for call, node in zip(self.calls, self.nodes, strict=True):
+            try:
+                with torch.inference_mode():
+                    call()
+            except Exception:
+                return node.name, (node.file, node.line)
+        return ()
+
     def _call(
         self, schema: Schema, args: tuple, kwargs: dict, result: Any, new: list[Tensor], held: list[Tensor | None]
     ) -> Callable[[], Any]:
@@ -175,6 +185,8 @@ def _compute_and_copy(operator: Any, args: tuple, kwargs: dict, outputs: list[Te
 
 def _out_version(func: Any) -> tuple[Any, list[str]]:
     """Return the operator's out= overload with the names of its outputs, or (None, [])."""
+    if any(argument.name == "reduction" for argument in func._schema.arguments):
+        return None, []  # losses resize their output, to compute in it
     wanted = [(argument.name, str(argument.type)) for argument in func._schema.arguments]
     for overload in func.overloadpacket.overloads():
         candidate = getattr(func.overloadpacket, overload)
@@ -208,7 +220,7 @@ class RecordedStepGraph(StepGraph):
         try:
             self.replay()  # the recorder has skipped most operators
         except Exception as error:
-            raise CaptureError.of(error) from error
+            raise CaptureError.of(error, *recorder.failing()) from error
         self.capture_ms = 1000 * (time.perf_counter() - began)
         self._pool = recorder.pool
         self.pool_bytes = sum(block.nbytes for block in blocks) - had

@@ -432,7 +432,12 @@ class GraphManager(GraphTable):
             ladder = BucketLadder(ladder, buffers.max_batch_size)
         shapes = ShapeLadder(map(StepShape, ladder), ladder.max_batch_size)
         options |= {"constants": constants, "backend": backend, "warmup_steps": warmup_steps}
-        super().__init__(lambda _, batch: step(batch), buffers, shapes, **options)
+
+        @functools.wraps(step)  # errors name its line
+        def of_shape(_: StepShape, batch: Batch) -> None:
+            step(batch)
+
+        super().__init__(of_shape, buffers, shapes, **options)
 
 
 def _close(alive: Callable[[], GraphTable | None]) -> None:

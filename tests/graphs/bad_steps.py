@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import numpy
 import torch
+import torch.nn.utils.rnn as rnn
 from step_buffers import COMPRESSED, PACKED, SPARSE, WEIGHT
 
 from graphdecode.kernels.native.optional_triton import tl, triton
@@ -203,6 +204,22 @@ bad(
     sorting=lambda batch: sorted(batch.x[0, :3]),
     operator_that_returns_a_number=lambda batch: batch.x.mul_(total(batch.y)),
     conditional_expression=lambda batch: batch.x.mul_(2.0 if batch.flag[0] else 1.0),
+    sizes_of_a_split=lambda batch: batch.y.add_(batch.x.tensor_split(batch.ids)[0].sum()),
+    sizes_of_a_split_by_name=lambda batch: batch.y.add_(
+        torch.tensor_split(batch.x, tensor_indices_or_sections=batch.ids)[0].sum()
+    ),
+    sizes_of_a_shape=lambda batch: batch.y.add_(torch._reshape_from_tensor(batch.x, batch.ids).sum()),
+    sizes_of_a_narrowed_tensor=lambda batch: batch.y.add_(torch.narrow(batch.x, 0, batch.ids[0], 1)),
+    sizes_of_a_range=lambda batch: batch.y.add_(torch.arange(batch.ids[0]).sum()),
+    number_of_largest=lambda batch: batch.y.add_(batch.x.topk(batch.ids[0])[0].sum()),
+    factor=lambda batch: batch.y.copy_(torch.add(batch.x, batch.y, alpha=batch.x[0, 0])),
+    packed_sequence=lambda batch: batch.y.add_(
+        rnn.pack_padded_sequence(batch.x[None], 1 + batch.ids[:1], batch_first=True).data.sum()
+    ),
+    padded_sequence=lambda batch: batch.y.add_(
+        rnn.pad_packed_sequence(rnn.PackedSequence(batch.x, batch.ids[:1].clamp(4, 4)))[0].sum()
+    ),
+    storage=lambda batch: batch.y.add_(batch.n.untyped_storage()[0]),
     multi_element_branch_by_all=lambda batch: batch.y.add_(1.0 if torch.all(batch.flag) else 0.0),
 )
 bad(
@@ -271,7 +288,11 @@ bad(
     slot_reshaped_in_place=lambda batch: batch.x.unsqueeze_(0),
 )
 bad("unregistered-launch", bare_triton_launch=lambda batch: unregistered_kernel[(1,)](batch.x, BLOCK=32))
-bad("raw-pointer", address=lambda batch: batch.x.data_ptr())
+bad(
+    "raw-pointer",
+    address=lambda batch: batch.x.data_ptr(),
+    address_of_storage=lambda batch: batch.x.untyped_storage().data_ptr(),
+)
 
 
 # steps that do something else each time, of which a graph would repeat the first

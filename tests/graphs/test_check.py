@@ -26,9 +26,14 @@ from graphdecode.graphs.inspect.observer import launches_watched
 HERE = Path(__file__).parent
 CONSTANTS = [*DECLARED, DOUBLED]
 # steps that replay as they run, but whose rows are one whole: right in a bucket that is full
-MIXES_ROWS = {"attention", "scatter_by_index"}
+MIXES_ROWS = {"attention", "scatter_by_index", "loss_that_computes_in_its_output"}
 # what one line does wrong may be more than one thing
-ALSO_FOUND = {"from_numpy": ("host-read", "host-data"), "made_at_the_first_step": ("baked-value",)}
+ALSO_FOUND = {
+    "from_numpy": ("host-read", "host-data"),
+    "made_at_the_first_step": ("baked-value",),
+    "storage": ("moved",),
+    "sizes_of_a_shape": ("failed",),
+}
 
 
 @pytest.mark.parametrize("name", BAD_STEPS)
@@ -83,8 +88,48 @@ def test_work_that_no_operator_of_the_steps_thread_does_is_found_and_not_capture
     assert {finding.kind for finding in findings} == {"unseen-work"}
     assert {(finding.file, finding.line) for finding in findings} == {(__file__, step.__code__.co_firstlineno)}
     graphs = GraphManager(step, buffers, [2])
-    with pytest.raises(CaptureError, match="unseen-work"):
+    with pytest.raises(CaptureError, match="unseen-work") as refused:
         graphs.capture(progress=False)
+    assert (refused.value.file, refused.value.line) == (__file__, step.__code__.co_firstlineno)
+
+
+def test_a_constant_or_module_buffer_written_in_another_thread_is_found_and_not_captured() -> None:
+    weight, norm = torch.ones(8), torch.nn.BatchNorm1d(8)
+    for name, written in (("constants[0]", weight), ("constants[1].running_mean", norm.running_mean)):
+
+        def step(batch: Batch, written: torch.Tensor = written) -> None:
+            batch.y.copy_(batch.x)
+            in_a_thread(lambda: written.mul_(1.0))
+
+        (finding,) = check(step, make_buffers(), constants=[weight, norm])
+        assert (finding.kind, finding.operator) == ("unseen-work", name)
+        with pytest.raises(CaptureError) as refused:
+            GraphManager(step, make_buffers(), [4], constants=[weight, norm]).capture(progress=False)
+        assert refused.value.kind == "unseen-work"
+        assert (
+            (refused.value.file, refused.value.line)
+            == (finding.file, finding.line)
+            == (
+                __file__,
+                step.__code__.co_firstlineno,
+            )
+        )
+
+
+@pytest.mark.skipif("none" in torch.backends.quantized.engine, reason="this torch packs no quantized weights")
+def test_script_objects_are_compared_by_what_they_are() -> None:
+    packed = [
+        torch.ops.quantized.linear_prepack(torch.quantize_per_tensor(torch.eye(8), 0.1, 0, torch.qint8), None)
+        for _ in range(2)
+    ]
+
+    def step(batch: Batch) -> None:
+        for row, out in zip(batch.x.split(1), batch.y.split(1), strict=True):
+            out.copy_(torch.ops.quantized.linear_dynamic(row, packed[0]))
+
+    assert not check(step, make_buffers())
+    (finding,) = {each.kind for each in check(step, make_buffers(), between_steps=packed.reverse)}
+    assert finding == "baked-value"
 
 
 def test_watches_of_launches_that_overlap_leave_tritons_class_as_it_was() -> None:

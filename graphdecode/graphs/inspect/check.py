@@ -28,6 +28,28 @@ _Location = tuple[str | None, int | None]
 _Call = tuple[str, Any, _Location]  # operator; descriptions of arguments and results; file and line
 
 
+# values that are compared; others (script objects, generators) are the same object or not
+_PLAIN = (int, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
+
+
+class _Object:
+    """An object, kept alive, and equal to itself alone; torch wraps a script object anew for each call."""
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Object) and hash(self) == hash(other)
+
+    def __hash__(self) -> int:
+        return hash(self._value) if isinstance(self._value, torch.ScriptObject) else id(self._value)
+
+    def __str__(self) -> str:
+        return f"an object of {type(self._value).__name__}"
+
+    __repr__ = __str__
+
+
 @dataclass(frozen=True)
 class Finding:
     """One hazard of a step."""
@@ -111,7 +133,7 @@ class _Tracer(StepObserver):
         if isinstance(value, float):
             return repr(value)  # NaN equals NaN
         if not isinstance(value, Tensor):
-            return value
+            return value if isinstance(value, _PLAIN) else _Object(value)
         key = storage_key(value)
         if key is None:
             return f"opaque {list(value.shape)}"

@@ -46,12 +46,28 @@ except ImportError:
 # Tensor methods that read on the host without an operator that a dispatch mode sees
 _HOST_NAMES = ("tolist", "numpy", "item", "cpu", "__array__", "__repr__", "__format__")
 _HOST_CONVERSIONS = ("__bool__", "__int__", "__float__", "__index__", "__complex__")
-# kind of hazard of each method that is refused
-_METHODS = dict.fromkeys((*_HOST_NAMES, *_HOST_CONVERSIONS), "host-read") | dict.fromkeys(
-    ("data_ptr", "__dlpack__"), "raw-pointer"
-)
+# kind of hazard of each method and function that is refused
+_METHODS: dict[tuple[Any, str], str] = {
+    **{(Tensor, name): "host-read" for name in (*_HOST_NAMES, *_HOST_CONVERSIONS)},
+    **{(torch.UntypedStorage, name): "host-read" for name in ("tolist", "cpu", "__getitem__")},
+    **dict.fromkeys(
+        ((Tensor, "data_ptr"), (Tensor, "__dlpack__"), (torch.UntypedStorage, "data_ptr"), (torch, "to_dlpack")),
+        "raw-pointer",
+    ),
+}
+# these read an argument of integers on the host, without an operator
+_READ_SIZES = {(owner, "tensor_split") for owner in (Tensor, torch)} | {
+    (owner, name)
+    for owner, names in (
+        (sys.modules.get("torch._VF"), ("lstm", "gru", "rnn_tanh", "rnn_relu", "_pad_packed_sequence")),
+        (torch, ("_reshape_from_tensor",)),
+    )
+    for name in names
+    if hasattr(owner, name)
+}
 _HAZARDS = {  # operators that are hazards with any arguments
     **dict.fromkeys(("_local_scalar_dense", "equal", "is_nonzero", "item", "allclose"), "host-read"),
+    **dict.fromkeys(("_pack_padded_sequence", "_nested_tensor_from_mask_left_aligned"), "host-read"),
     **dict.fromkeys(("lift_fresh", "lift"), "host-data"),
     **dict.fromkeys(("resize_", "resize_as_", "set_", "set_data"), "moved"),
 }
@@ -167,6 +183,12 @@ class StepObserver(TorchDispatchMode):
         self._constants = owners.constants_now()
         self._known: dict[int, Known] = {}  # slots by the ids of their tensors
         self._opaque: dict[int, Tensor] = {}  # refused results, by their ids
+
+    @property
+    def declared(self) -> dict[str, Tensor]:
+        """All slots, adopted tensors and constants."""
+        slots = {f"batch.{name}": tensor for name, tensor in self._slots.tensors.items()}
+        return slots | self._constants.tensors
 
     def refuse(self, error: CaptureError) -> None:
         """Raise a hazard, or collect it."""
@@ -348,7 +370,7 @@ def observed(observer: StepObserver, batch: Batch, *, step: Any = None) -> Itera
     """
     watched = WatchedBatch(batch, observer.refuse)
     observer.slot_views = {id(value) for value in vars(watched).values() if isinstance(value, Tensor)}
-    tensors = {name: tensor for name, tensor in vars(batch).items() if isinstance(tensor, Tensor)}
+    tensors = observer.declared
     versions = {name: _version(tensor) for name, tensor in tensors.items()}
     try:
         with (
@@ -364,8 +386,8 @@ def observed(observer: StepObserver, batch: Batch, *, step: Any = None) -> Itera
     location = None if step is None else definition_of(step)
     for name, version in versions.items():
         key = storage_key(tensors[name])
-        if _version(tensors[name]) - version > (0 if key is None else observer.written[key]):
-            observer.refuse(CaptureError("unseen-work", f"batch.{name}", "it was written in another thread", location))
+        if _version(tensors[name]) - version > observer.written[key] + observer.written[None]:
+            observer.refuse(CaptureError("unseen-work", name, "it was written in another thread", location))
 
 
 def _version(tensor: Tensor) -> int:
@@ -405,6 +427,10 @@ def _names_the_cpu(args: tuple, kwargs: dict) -> bool:
         return False
     file, line = caller()
     return file is not None and line is not None and "cpu" in linecache.getline(file, line)
+
+
+def _counts(tensor: Tensor) -> bool:
+    return not (tensor.is_floating_point() or tensor.is_complex())
 
 
 def _has_mask(args: tuple) -> bool:
@@ -480,8 +506,12 @@ class _Watches:
         with self._lock:
             self._watchers = (*self._watchers, watcher)
             patches = {(each, "run"): self._launch(each.run) for each in _kernel_classes()} | {
-                (Tensor, name): self._method(name, getattr(Tensor, name))
-                for name in (*_METHODS, "data", "to", "__setitem__")
+                (owner, name): self._method(owner, name, getattr(owner, name))
+                for owner, name in (
+                    *_METHODS,
+                    *_READ_SIZES,
+                    *((Tensor, name) for name in ("data", "to", "__setitem__")),
+                )
             }
             for owner, name in patches.keys() - self._originals.keys():
                 self._originals[owner, name] = vars(owner).get(name)
@@ -511,11 +541,14 @@ class _Watches:
 
         return run
 
-    def _method(self, name: str, original: Any) -> Any:
+    def _method(self, owner: Any, name: str, original: Any) -> Any:
         def method(*args: Any, **kwargs: Any) -> Any:
             for watcher in self._mine():
-                if name in _METHODS:
-                    watcher.refuse(CaptureError(_METHODS[name], f"Tensor.{name}"))
+                if (kind := _METHODS.get((owner, name))) is not None:
+                    watcher.refuse(CaptureError(kind, f"{owner.__name__}.{name}"))
+                elif (owner, name) in _READ_SIZES:
+                    if any(isinstance(value, Tensor) and _counts(value) for value in (*args[1:], *kwargs.values())):
+                        watcher.refuse(CaptureError("host-read", f"torch.{name}", "it reads sizes from a tensor"))
                 elif name == "to" and _names_the_cpu(args, kwargs):
                     watcher.refuse(CaptureError("host-read", "Tensor.to"))
             return original(*args, **kwargs)

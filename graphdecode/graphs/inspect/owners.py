@@ -80,6 +80,7 @@ class MemoryMap:
     """Names and sizes of tensors by their memory; several may share a storage, as the slots of a staging block do."""
 
     def __init__(self, tensors: dict[str, Tensor]) -> None:
+        self.tensors = tensors
         self.sizes = {name: tensor.nbytes for name, tensor in tensors.items() if not is_opaque(tensor)}
         self.known: dict[int, Known] = {}  # of `tensors`: filled while steps are observed, by their ids
         self._ids = {id(tensor) for tensor in tensors.values()}
