@@ -1,13 +1,34 @@
 """vLLM's names: each is there under its own name, means a setting of ours, or is refused with what to do instead."""
 
+import json
 from collections.abc import Iterator
-from dataclasses import fields
+from dataclasses import FrozenInstanceError, fields
+from inspect import signature
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from graphdecode import LLM, ArgumentError, AsyncLLM, BucketConfig, EngineConfig, GraphdecodeError, SamplingParams
-from graphdecode.config.vllm_names import LLM_KEYWORDS, LLM_METHODS, SAMPLING_PARAMS, SETTINGS, as_settings
+from graphdecode import (
+    LLM,
+    ArgumentError,
+    AsyncLLM,
+    BucketConfig,
+    EngineConfig,
+    GraphdecodeError,
+    SamplingParams,
+    StructuredOutputsParams,
+)
+from graphdecode.config.vllm_names import (
+    CALL_KEYWORDS,
+    LLM_KEYWORDS,
+    LLM_METHODS,
+    SAMPLING_PARAMS,
+    SETTINGS,
+    as_settings,
+)
+from graphdecode.text.chat import ChatOptions
+from graphdecode.text.outputs import Logprob
 
 # of vLLM's SamplingParams, as published from 0.6 to 0.13: every field that a caller may give
 FIELDS = """n best_of presence_penalty frequency_penalty repetition_penalty temperature top_p top_k min_p seed
@@ -33,12 +54,13 @@ decode_context_parallel_size enable_eplb enable_prompt_embeds fully_sharded_lora
 media_io_kwargs model_loader_extra_config num_speculative_tokens optimization_level speculative_model stream_interval
 use_tqdm_on_load"""
 # of vLLM's LLM, beside those that there are
-METHODS = """beam_search is_sleeping embed encode score classify reward collective_rpc apply_model start_profile
-stop_profile reset_prefix_cache get_metrics llm_engine preprocess_chat"""
+METHODS = """beam_search embed encode score classify reward collective_rpc apply_model start_profile
+stop_profile get_metrics llm_engine preprocess_chat"""
+PINNED: dict[str, str] = json.loads(Path(__file__).with_name("vllm_names.json").read_text())  # of vLLM's sources
 OWN_SETTINGS = {each.name for config in (EngineConfig, BucketConfig) for each in fields(config)} | {"tokenizer"}
 
 
-@pytest.mark.parametrize("name", FIELDS.split())
+@pytest.mark.parametrize("name", sorted({*FIELDS.split(), *PINNED["SamplingParams"].split()}))
 def test_every_field_of_sampling_params_is_there_or_refused_with_what_to_do_instead(name: str) -> None:
     if name in {field.name for field in fields(SamplingParams) if field.init}:
         assert name not in SAMPLING_PARAMS
@@ -47,7 +69,7 @@ def test_every_field_of_sampling_params_is_there_or_refused_with_what_to_do_inst
         SamplingParams(**{name: object()})
 
 
-@pytest.mark.parametrize("name", KEYWORDS.split())
+@pytest.mark.parametrize("name", sorted({*KEYWORDS.split(), *PINNED["EngineArgs"].split()} - {"model"}))
 def test_every_keyword_of_llm_is_a_setting_or_refused_with_what_to_do_instead(name: str) -> None:
     if name in SETTINGS or name in OWN_SETTINGS:
         assert name not in LLM_KEYWORDS
@@ -83,6 +105,54 @@ def test_a_method_that_there_is_not_says_what_there_is_instead(renamed: LLM, nam
     with pytest.raises(AttributeError, match=f"^'AsyncLLM' object has no attribute '{name}': "):
         getattr(AsyncLLM.__new__(AsyncLLM), name)
     assert not hasattr(renamed, "anything_else")
+
+
+@pytest.mark.parametrize(("kind", "name"), [(k, n) for k in (LLM, AsyncLLM) for n in PINNED[k.__name__].split()])
+def test_every_method_of_vllms_is_there_or_says_what_there_is_instead(kind: type, name: str) -> None:
+    assert hasattr(kind, name) or len(LLM_METHODS[name]) > 10
+
+
+@pytest.mark.parametrize("call", ["LLM.generate", "LLM.chat", "AsyncLLM.generate"])
+def test_every_keyword_of_vllms_calls_is_taken_or_says_what_to_do_instead(call: str) -> None:
+    kind, _, method = call.partition(".")
+    own = signature(getattr({"LLM": LLM, "AsyncLLM": AsyncLLM}[kind], method)).parameters.keys()
+    taken = {*own, *CALL_KEYWORDS, *(ChatOptions.__annotations__ if method == "chat" else ())}
+    assert set(PINNED[call].split()) - taken == set()
+
+
+def test_parameters_are_changed_in_a_copy_as_the_error_of_an_assignment_says() -> None:
+    params = SamplingParams(temperature=0.5, stop="a")
+    changed = params.replace(temperature=0.0, stop=["b"])
+    assert (changed.temperature, changed.stop_strings, params.temperature) == (0.0, ("b",), 0.5)
+    assert params.clone() == params
+    assert SamplingParams(seed=-1) == SamplingParams()
+    with pytest.raises(FrozenInstanceError, match=r"temperature.*params.replace\(temperature=...\)"):
+        params.temperature = 1.0  # type: ignore[misc]
+    with pytest.raises(FrozenInstanceError, match=r"dataclasses.replace\(it, regex=...\)"):
+        StructuredOutputsParams(regex="a").regex = "b"  # type: ignore[misc]
+    with pytest.raises(ArgumentError, match="temperature"):
+        params.replace(temperature=-1.0)
+    entry = Logprob(-1.5)
+    assert (entry.logprob, entry.rank, entry.decoded_token) == (-1.5, None, None)
+
+
+def test_cached_prefixes_can_be_dropped_and_chats_have_priorities() -> None:
+    with LLM("demo", max_num_seqs=2, max_model_len=96, block_size=8, enforce_eager=True) as llm:
+        greedy, template = SamplingParams(temperature=0.0, max_tokens=4), "{{ messages[0].content }}"
+        talk = [{"role": "user", "content": "12+30=" * 4}]
+
+        def cached() -> int:
+            (output,) = llm.chat(talk, greedy, priority=3, chat_template=template, use_tqdm=False)
+            return output.num_cached_tokens
+
+        assert [cached(), cached()] == [0, 16]
+        with llm.stream("12+30=", greedy):
+            assert not llm.reset_prefix_cache()  # a request uses the cache
+        llm.step()
+        assert llm.reset_prefix_cache()
+        assert (cached(), llm.is_sleeping) == (0, False)
+        with pytest.raises(ArgumentError, match="priority"):
+            llm.chat(talk, greedy, priority="high", chat_template=template)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", ["sleep", "wake_up"])

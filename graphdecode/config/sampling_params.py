@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence, Set
 from copy import copy
-from dataclasses import dataclass, field, fields
+from dataclasses import FrozenInstanceError, dataclass, field, fields, replace
 from typing import Any
 
 from graphdecode.config.key import (
@@ -141,7 +141,7 @@ class SamplingParams:
         top_p: sample among the most likely tokens that together hold this much probability; in (0, 1].
         min_p: sample among the tokens at least this likely, relative to the most likely one; in [0, 1].
         seed: makes the output reproducible, whatever the batch; None: from the engine's seed and the order of requests.
-            Output i of `n`, from 0, is that of `n=1` with the seed `seed + i`.
+            Output i of `n`, from 0, is that of `n=1` with the seed `seed + i`. -1 is None, as in vLLM.
         repetition_penalty: divides positive and multiplies negative logits of tokens that occurred; 1 is off.
         presence_penalty: subtracted from the logits of generated tokens; in [-2, 2].
         frequency_penalty: subtracted once per occurrence of a generated token; in [-2, 2].
@@ -266,6 +266,16 @@ class SamplingParams:
         is_made = self.detokenize or not strings
         self._check("stop", is_made, "None if detokenize is False")
         object.__setattr__(self, "stop_strings", strings)
+        if self.seed == -1:
+            object.__setattr__(self, "seed", None)
+
+    def replace(self, **changes: Any) -> SamplingParams:
+        """Return a copy with some fields changed, and checked: these parameters are frozen, for requests share them."""
+        return replace(self, **changes)
+
+    def clone(self) -> SamplingParams:
+        """Return a copy, as vLLM's method of this name."""
+        return copy(self)
 
     def unchecked(self, **changes: Any) -> SamplingParams:
         """Return a copy with some fields changed to valid values; checking again would read all token ids."""
@@ -279,6 +289,16 @@ class SamplingParams:
             raise ArgumentError(f"{name} must be {expected}, got {shown(getattr(self, name))}")
 
 
+def _refuse_assignment(self: Any, name: str, value: Any) -> None:
+    kind = type(self).__name__
+    instead = (
+        f"params.replace({name}=...)" if isinstance(self, SamplingParams) else f"dataclasses.replace(it, {name}=...)"
+    )
+    raise FrozenInstanceError(f"cannot assign to {name!r}: {kind} is frozen; {instead} returns a changed copy")
+
+
+for _frozen in (SamplingParams, StructuredOutputsParams):
+    _frozen.__setattr__ = _refuse_assignment  # type: ignore[method-assign, assignment]
 SamplingParams.__init__ = refusing(SAMPLING_PARAMS)(SamplingParams.__init__)  # type: ignore[method-assign]
 _VALUES: dict[str, Values] = {
     each.name: each.metadata["values"] for each in fields(SamplingParams) if each.metadata.get("values") is not None

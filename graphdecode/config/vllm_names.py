@@ -68,6 +68,18 @@ _NO_PYTHON = Unsupported("a step is a graph, and calls no Python: logit_bias, pe
 _BUCKETS = Unsupported("the sections [buckets] and [capture] of config say what is captured")
 _SPECULATION = Unsupported("use speculative_config, as in vLLM")
 
+_NOT_RETURNED = Unsupported("outputs have token_ids and logprobs", (None, False))
+_LOADING = Unsupported("safetensors files are mapped, and read once", (None, "lazy", "cpu"))
+_ONE_MACHINE = Unsupported("tensor_parallel_size uses the devices of this machine", (None, 1, 0, False))
+_OFF_AT_1 = Unsupported("there is no counterpart here", (None, 1))
+_NOT_HERE_BUT_0 = _NOT_HERE._replace(neutral=(None, False, 0, 32, 512))
+_KERNELS = Unsupported("the fastest kernel is measured on this device", (None, "auto", {}))
+_OFFLOAD = Unsupported("weights and cache stay where they are computed with: quantize, kv_cache_dtype", (None, 0))
+_CHUNKS = Unsupported("max_prefill_tokens and target_itl_ms limit chunks of prompts", (None, 0, False))
+_PROFILER = Unsupported("`graphdecode profile --trace` traces steps", (None, False))
+_STATS = Unsupported("see LLM.stats, RequestOutput.metrics and the server's /metrics", (None, False))
+_SLEEPING = Unsupported("enable_sleep_mode=True is all that sleep needs", (None, False))
+
 SAMPLING_PARAMS: dict[str, Unsupported] = {
     "best_of": Unsupported("ask for n outputs with logprobs=0 and keep the one with the best cumulative_logprob"),
     "use_beam_search": Unsupported("sample n outputs instead", (None, False)),
@@ -85,6 +97,15 @@ SAMPLING_PARAMS: dict[str, Unsupported] = {
     ),
     "thinking_token_budget": Unsupported("max_tokens limits the output, reasoning included"),
     "repetition_detection": Unsupported("frequency_penalty and repetition_penalty make loops unlikely"),
+    "watermarking": Unsupported("outputs carry no watermark", (None, False)),
+    **dict.fromkeys(
+        ("logprob_token_ids", "prompt_logprob_token_ids"),
+        Unsupported("logprobs gives the most likely tokens, and -1 all of them", (None, [])),
+    ),
+    "prompt_logprob_start": Unsupported("prompt_logprobs scores the whole prompt", (None, 0)),
+    "stream_interval": Unsupported("LLM.stream gives each piece as it comes", (None, 1)),
+    "routed_experts_prompt_start": _NOT_RETURNED._replace(neutral=(None, 0)),
+    "trace_decode_token_ids": Unsupported("score given tokens as a prompt, with prompt_logprobs"),
     "skip_clone": Unsupported("parameters are frozen, and not copied", (None, True, False)),
     "output_text_buffer_length": Unsupported("what is held back for stop texts follows from them", (None, 0)),
 }
@@ -161,6 +182,85 @@ LLM_KEYWORDS: dict[str, Unsupported] = {
     "use_v2_block_manager": Unsupported("there is only one", (None, True, False)),
     "disable_log_stats": Unsupported("LLM.stats counts, and logs nothing", (None, True, False)),
     "otlp_traces_endpoint": Unsupported("see LLM.stats and RequestOutput.metrics"),
+    **_each("enable_return_routed_experts return_sampling_mask", _NOT_RETURNED),
+    **_each("model_weights model_class_overrides", Unsupported("give a folder as the model", (None, "", {}))),
+    **_each("safetensors_load_strategy safetensors_prefetch_num_threads safetensors_prefetch_block_size", _LOADING),
+    **_each("max_parallel_loading_workers ignore_patterns pt_load_map_location", _LOADING),
+    "max_cudagraph_capture_size": Unsupported("max_batch_size is the largest bucket"),
+    **_each("master_addr master_port nnodes node_rank distributed_timeout_seconds", _ONE_MACHINE),
+    **_each("cpu_distributed_timeout_seconds numa_bind numa_bind_nodes numa_bind_cpus", _ONE_MACHINE),
+    "device_ids": Unsupported("CUDA_VISIBLE_DEVICES says which devices there are"),
+    **_each("prefill_context_parallel_size max_num_active_seqs prefill_schedule_interval", _OFF_AT_1),
+    **_each("dcp_comm_backend dcp_q_replicate dcp_kv_cache_interleave_size cp_kv_cache_interleave_size", _ONE_DEVICE),
+    **_each("data_parallel_external_lb data_parallel_multi_port_external_lb", _REPLICAS),
+    **_each("enable_hc_sp enable_batch_sharded_sampling enable_ep_weight_filter enable_elastic_ep", _NO_DEVICE),
+    **_each("elastic_ep_max_dp_size eplb_config dp_sync_interval disable_nccl_for_dp_synchronization", _ONE_DEVICE),
+    **_each("enable_dbo ubatch_size dbo_decode_token_threshold dbo_prefill_token_threshold", _NOT_HERE_BUT_0),
+    "all2all_backend": _ONE_DEVICE._replace(neutral=(None, "allgather_reducescatter")),
+    **_each("moe_backend linear_backend sparse_indexer_topk_backend", _KERNELS),
+    **_each("ir_op_priority kernel_config mamba_backend mamba_ssu_algorithm gdn_prefill_backend", _KERNELS),
+    **_each("kda_prefill_backend kda_decode_backend monokernel enable_flashinfer_autotune", _KERNELS),
+    "use_fp64_gumbel": Unsupported("noise has 32 bits, by seed, position and token id", (None, False)),
+    "prefix_cache_retention_interval": Unsupported("the least recently used prefix is evicted"),
+    "prefix_match_unit": Unsupported("page_size is the unit in which prefixes are shared"),
+    "enable_mamba_shared_prefix_checkpoint": Unsupported("state_checkpoints keeps recurrent states", (None, False)),
+    **_each("mamba_cache_mode mamba_block_size", Unsupported("state_checkpoint_tokens says it here")),
+    **_each("mamba_cache_dtype mamba_ssm_cache_dtype", Unsupported("states have their own types", (None, "auto"))),
+    **_each("enable_mamba_cache_stochastic_rounding mamba_cache_philox_rounds use_replayssm", _NOT_HERE_BUT_0),
+    **_each("mamba_config engram_config diffusion_config watermark_config aux_output_config", _NOT_HERE),
+    "replayssm_buffer_len": _NOT_HERE._replace(neutral=(None, 16)),
+    **_each("offload_backend cpu_offload_params offload_params", _OFFLOAD._replace(neutral=(None, "auto", {}))),
+    "offload_group_size": _OFFLOAD,
+    **_each("offload_num_in_group offload_prefetch_step", _OFFLOAD._replace(neutral=(None, 1))),
+    **_each("kv_offloading_size kv_offloading_backend", _OFFLOAD._replace(neutral=(None, "native"))),
+    **_each("kv_sharing_fast_prefill tokens_only enable_trace_replay", _NOT_HERE),
+    "kv_cache_dtype_skip_layers": Unsupported("kv_cache_dtype is that of all layers", (None, [])),
+    "swa_bounded_replay": _NOT_HERE._replace(neutral=(None, True, False)),
+    "max_num_scheduled_tokens": Unsupported("max_prefill_tokens says it here"),
+    **_each("long_prefill_token_threshold long_prefill_token_threshold_adaptive", _CHUNKS),
+    "scheduler_reserve_full_isl": Unsupported("a prompt is admitted with pages for all of it", (None, True, False)),
+    "scheduler_cls": Unsupported("there is one scheduler"),
+    "watermark": Unsupported("one page stays free for each running sequence", (None, 0.0)),
+    **_each("max_num_queued_reqs max_num_queued_tokens", Unsupported("[server] max_waiting limits the server's queue")),
+    "quantization_config": Unsupported("the checkpoint's is read; quantize says another form"),
+    "allow_deprecated_quantization": _NOT_HERE._replace(neutral=(None, True, False)),
+    **_each("language_model_only enable_shm_tensor_arena", _NO_MEDIA._replace(neutral=(None, True, False))),
+    **_each("mm_encoder_only mm_encoder_attn_backend mm_encoder_attn_dtype mm_encoder_fp8_scale_path", _NO_MEDIA),
+    **_each("mm_encoder_fp8_scale_save_path video_pruning_rate io_processor_plugin default_mm_loras", _NO_MEDIA),
+    **_each("disable_chunked_mm_input enable_mm_processor_stats mm_hasher_algorithm", _NO_MEDIA),
+    **_each("mm_processor_cache_gb mm_ipc_gpu_memory_gb", _NO_MEDIA._replace(neutral=(None, 0, 4))),
+    "mm_processor_cache_type": _NO_MEDIA._replace(neutral=(None, "lru")),
+    "mm_shm_cache_max_object_size_mb": _NO_MEDIA._replace(neutral=(None, 128)),
+    "mm_encoder_tp_mode": _NO_MEDIA._replace(neutral=(None, "weights")),
+    "mm_encoder_fp8_scale_save_margin": _NO_MEDIA._replace(neutral=(None, 1.5)),
+    "video_pruning_method": _NO_MEDIA._replace(neutral=(None, "evs")),
+    "mm_tensor_ipc": _NO_MEDIA._replace(neutral=(None, "direct_rpc")),
+    "mm_processor_device": _NO_MEDIA._replace(neutral=(None, "auto")),
+    "mm_device_do_normalize": _NO_MEDIA._replace(neutral=(None, True, False)),
+    "renderer_num_workers": Unsupported("LLM renders in the calling thread", (None, 1)),
+    "lora_target_modules": Unsupported("all products of the model can be adapted"),
+    **_each("enable_tower_connector_lora specialize_active_lora max_lora_cls_labels", _LORA),
+    "enable_mixed_moe_lora_format": Unsupported("adapt_experts=True takes both forms", (None, False)),
+    "enable_moe_shared_loras": _LORA,
+    **_each("ray_workers_use_nsight enable_layerwise_nvtx_tracing", _PROFILER),
+    "reasoning_config": Unsupported("outputs are returned as they are"),
+    "reasoning_parser_plugin": Unsupported("outputs are returned as they are", (None, "")),
+    **_each("spec_method spec_model spec_tokens", _SPECULATION),
+    **_each("collect_detailed_traces kv_cache_metrics cudagraph_metrics enable_mfu_metrics", _STATS),
+    **_each("enable_logging_iteration_details custom_histogram_buckets aggregate_engine_logging", _STATS),
+    "per_request_spec_decode_metrics": _STATS._replace(neutral=(None, "none")),
+    "kv_cache_metrics_sample": _STATS._replace(neutral=(None, 0.01)),
+    **_each("logging_config log_level log_config_file", Unsupported("Python's logging, logger 'graphdecode', says it")),
+    "enable_log_requests": Unsupported("LLM logs no requests; [server] log_requests does", (None, False)),
+    "jit_monitor_mode": _NOT_HERE._replace(neutral=(None, "warn")),
+    "jit_monitor_verbose": _NOT_HERE,
+    **_each("ec_transfer_config ec_manager_config weight_transfer_config watchdog_config", _NOT_HERE),
+    **_each("fault_tolerance_config enable_fault_tolerance fail_on_environ_validation", _NOT_HERE),
+    "sleep_mode_backend": Unsupported("there is one", (None, "cumem")),
+    **_each("sleep_mode_offload_cudagraph enable_cumem_allocator enable_nccl_comm_suspend", _SLEEPING),
+    "sleep_preserve_parameter_names": _SLEEPING,
+    "performance_mode": Unsupported("target_itl_ms in [scheduling] weighs latency", (None, "balanced")),
+    "shutdown_timeout": Unsupported("LLM.close() ends at once", (None, 0)),
 }
 
 
@@ -174,19 +274,54 @@ CALL_KEYWORDS: dict[str, Unsupported] = {
     "chat_template_content_format": Unsupported("a template gets contents as texts", (None, "auto", "string")),
     "trace_headers": _NOT_HERE,
     "data_parallel_rank": _REPLICAS._replace(neutral=(None,)),
+    **_each(
+        "prompt_text session_id kv_hints reasoning_ended reasoning_parser_kwargs", _NOT_HERE._replace(neutral=(None,))
+    ),
 }
 _POOLING = "there is none: " + _NO_POOLING.instead
 _WORKERS = "there is none: no worker takes calls; LLM.model and LLM.engine are the objects themselves"
-_SLEEP = "AsyncLLM.llm, an LLM, has it"
+_IN_LLM = "AsyncLLM.llm, an LLM, has it"
 _PROFILE = "there is none: `graphdecode profile` measures each bucket, with --trace as a Chrome trace"
+_PAUSE = "there is none: AsyncLLM.abort ends requests, and LLM.sleep refuses them"
+_HEALTH = "there is none: an AnswerError of an output says what failed"
+_INTERNAL = "there is none: it is internal to vLLM"
+_UPDATES = "LLM.update_weights takes new weights"
 LLM_METHODS: dict[str, str] = {  # methods of vLLM's LLM and AsyncLLM -> what to use instead
     "beam_search": "there is none: sample n outputs with logprobs=0 and keep that of the best cumulative_logprob",
-    **dict.fromkeys(("sleep", "wake_up"), _SLEEP),
-    "is_sleeping": "there is none: an EngineStateError refuses requests meanwhile",
+    **dict.fromkeys(("sleep", "wake_up", "is_sleeping", "reset_prefix_cache", "update_weights"), _IN_LLM),
+    **dict.fromkeys(("tokenizer", "get_tokenizer", "get_default_sampling_params"), _IN_LLM),
+    "enqueue": "LLM.stream adds a request at once, and its iterator waits; LLM.generate takes many",
+    "enqueue_chat": "graphdecode.text.render_chat gives the prompt's tokens for LLM.stream; LLM.chat takes many",
+    "wait_for_completion": "LLM.generate waits for all of its prompts, and a stream for its own",
+    **dict.fromkeys(("from_engine_args", "from_vllm_config"), "give the same keywords to LLM(...) or AsyncLLM(...)"),
+    "get_world_size": "LLM.engine_config.tensor_parallel_size",
+    **dict.fromkeys(("reset_mm_cache", "reset_encoder_cache"), "there is none: only text models are supported"),
+    "release_kv_cache_memory": "LLM.sleep(level=1) gives its memory back",
+    **dict.fromkeys(("pause_generation", "resume_generation", "is_paused"), _PAUSE),
+    "shutdown": "close() ends it",
+    "add_request": "generate adds one, and yields its outputs",
+    **dict.fromkeys(("get_num_unfinished_requests", "get_num_queued_tokens"), "AsyncLLM.llm.num_waiting counts"),
+    "check_admission": "there is none: requests wait for a row",
+    "get_supported_tasks": "there is none: models only generate",
+    **dict.fromkeys(("is_tracing_enabled", "do_log_stats"), "LLM.stats counts, and RequestOutput.metrics has times"),
+    **dict.fromkeys(("check_health", "errored", "dead_error", "get_status"), _HEALTH),
+    **dict.fromkeys(("is_running", "is_stopped", "should_keep_api_server_alive", "handle_fault"), _HEALTH),
+    "add_lora": "LLM.load_lora_adapter(name, path) loads one, as lora_request does",
+    "remove_lora": "LLM.unload_lora_adapter(name) forgets one",
+    "list_loras": "LLM.engine.adapters.names lists them",
+    "pin_lora": "there is none: max_adapters slots hold those that are used",
+    "wait_for_requests_to_drain": "there is none: wait for the outputs",
+    **dict.fromkeys(
+        ("scale_elastic_ep", "get_external_elastic_ep_status"), "there is none: see `graphdecode serve --autoscale`"
+    ),
+    **dict.fromkeys(("checkpoint_prepare", "checkpoint_restore", "compute_weight_checksums"), _INTERNAL),
+    **dict.fromkeys(("get_kv_event_sources", "notify_kv_transfer_request_rejected"), _INTERNAL),
+    **dict.fromkeys(("init_weight_transfer_engine", "shutdown_weight_transfer_engine"), _UPDATES),
+    **dict.fromkeys(("start_weight_update", "start_draft_weight_update", "finish_weight_update"), _UPDATES),
+    **dict.fromkeys(("update_weight_version", "get_weight_version"), _UPDATES),
     **dict.fromkeys(("embed", "encode", "score", "classify", "reward"), _POOLING),
     **dict.fromkeys(("collective_rpc", "apply_model"), _WORKERS),
     **dict.fromkeys(("start_profile", "stop_profile"), _PROFILE),
-    "reset_prefix_cache": "there is none: cached prefixes never change an output; LLM(prefix_cache=False) keeps none",
     "get_metrics": "LLM.stats has counts, and RequestOutput.metrics times",
     "llm_engine": "LLM.engine takes and gives tokens",
     "preprocess_chat": "graphdecode.text.render_chat(tokenizer, messages) returns the prompt and its tokens",

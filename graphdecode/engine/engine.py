@@ -292,6 +292,16 @@ class Engine:
             self.loop.reset()
             self.adapters.forget_slots()
 
+    @property
+    def is_sleeping(self) -> bool:
+        """Whether weights or cache sleep."""
+        return bool(self._asleep)
+
+    def reset_prefix_cache(self) -> None:
+        """Drop all cached prefixes; raises `EngineStateError` if requests are running or waiting."""
+        with self._while_idle("reset_prefix_cache"):
+            self.loop.reset()
+
     def sleep(self, level: int = 1) -> int:
         """Give memory back to the system until `wake_up`; its addresses stay reserved, and the graphs valid.
 

@@ -134,6 +134,7 @@ class AsyncLLM:
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
         *,
+        priority: int = 0,
         lora_request: LoRARequest | None = None,
         **options: Unpack[ChatOptions],
     ) -> AsyncIterator[RequestOutput]:
@@ -144,9 +145,10 @@ class AsyncLLM:
         (params,) = as_params(self.llm.default_chat_params() if sampling_params is None else sampling_params, 1)
         chat = render_chat(self.llm.tokenizer, messages, **options)
         ending = chat.ending(params)
+        (first,) = as_priorities(priority, 1)
         (adapter,) = self.llm.adapters_of(lora_request, 1)
         process = self.llm.input_processor.process
-        make = partial(process, chat.text, ending, token_ids=chat.token_ids, adapter=adapter)
+        make = partial(process, chat.text, ending, token_ids=chat.token_ids, priority=first, adapter=adapter)
         return self._outputs(make, ending, request_id)
 
     async def abort(self, request_id: str | Iterable[str]) -> None:

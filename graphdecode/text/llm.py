@@ -19,7 +19,7 @@ from graphdecode.config.vllm_names import CALL_KEYWORDS, as_settings, no_attribu
 from graphdecode.engine import SamplingParams
 from graphdecode.engine.capacity import Capacity
 from graphdecode.engine.loading import load_engine
-from graphdecode.errors import AnswerError, ArgumentError, ClosedError
+from graphdecode.errors import AnswerError, ArgumentError, ClosedError, EngineStateError
 from graphdecode.extensions import load_modules
 from graphdecode.models import check_model, generation_defaults, resolve_model_path
 from graphdecode.models.checkpoint import GENERATION_FILE
@@ -219,6 +219,7 @@ class LLM:
         sampling_params: SamplingParams | SequenceOf[SamplingParams] | None = None,
         use_tqdm: bool = True,
         *,
+        priority: SequenceOf[int] | int | None = None,
         lora_request: LoRARequests = None,
         **options: Unpack[ChatOptions],
     ) -> list[RequestOutput]:
@@ -228,7 +229,7 @@ class LLM:
             messages: one conversation, such as `[{"role": "user", "content": "Hello"}]`, or a list of conversations.
             sampling_params: one for all of them, or one for each; None means the checkpoint's, up to the capacity.
             use_tqdm: show a progress bar on standard error if that is a terminal.
-            lora_request: as for `generate`.
+            priority, lora_request: as for `generate`.
             options: see `render_chat`.
 
         Returns:
@@ -239,10 +240,12 @@ class LLM:
         """
         chats = [render_chat(self.tokenizer, each, **options) for each in as_conversations(messages)]
         params = as_params(self.default_chat_params() if sampling_params is None else sampling_params, len(chats))
+        priorities = as_priorities(priority, len(chats))
         process, adapters = self.input_processor.process, self.adapters_of(lora_request, len(chats))
-        inputs = zip(chats, params, adapters, strict=True)
+        inputs = zip(chats, params, priorities, adapters, strict=True)
         return self._generated(
-            [process(c.text, c.ending(p), token_ids=c.token_ids, adapter=a) for c, p, a in inputs], use_tqdm
+            [process(c.text, c.ending(p), token_ids=c.token_ids, priority=n, adapter=a) for c, p, n, a in inputs],
+            use_tqdm,
         )
 
     def _generated(self, parents: list[ParentRequest], use_tqdm: bool) -> list[RequestOutput]:
@@ -349,6 +352,20 @@ class LLM:
         """
         with DeferredInterrupt():
             return self.engine.sleep(level)
+
+    @property
+    def is_sleeping(self) -> bool:
+        """Whether it sleeps: requests are refused."""
+        return self.engine.is_sleeping
+
+    def reset_prefix_cache(self) -> bool:
+        """Drop all cached prefixes; return whether that was done: not while requests use the cache."""
+        try:
+            with DeferredInterrupt():
+                self.engine.reset_prefix_cache()
+        except EngineStateError:
+            return False
+        return True
 
     def wake_up(self, tags: SequenceOf[str] | None = None) -> None:
         """Wake up the "weights", the "kv_cache", or (None) both. See `Engine.wake_up`."""

@@ -23,8 +23,8 @@ class Logprob:
     """
 
     logprob: float
-    rank: int
-    decoded_token: str | None
+    rank: int | None = None
+    decoded_token: str | None = None
 
 
 @dataclass
@@ -90,6 +90,11 @@ class RequestOutput:
     error: str | None = None
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     error_code: str | None = None
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Tokens of the prompt that the prefix cache had."""
+        return self.metrics.num_cached_tokens
 
     @property
     def finished(self) -> bool:
