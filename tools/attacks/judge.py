@@ -36,6 +36,8 @@ class Judge:
         path: the demo's folder or file.
         cache: "auto", "int8" or "fp8".
         limit: maximum tokens of a prompt with its output.
+        logits: of all tokens, given their ids; None: those of the model in `path`.
+        apart: what logits may differ by.
 
     Attributes:
         tokens: number of compared tokens.
@@ -43,13 +45,22 @@ class Judge:
         told: number of compared log-probabilities, and `apart` the sum of their differences.
     """
 
-    def __init__(self, path: Path, cache: str, limit: int, eos_token_ids: tuple[int, ...]) -> None:
+    def __init__(
+        self,
+        path: Path,
+        cache: str,
+        limit: int,
+        eos_token_ids: tuple[int, ...],
+        logits: Callable[[list[int]], Tensor] | None = None,
+        apart: float = _APART,
+    ) -> None:
         from transformers import AutoTokenizer
 
         from graphdecode.models import resolve_model_path
 
         self._rounding = None if cache == "auto" else Float64Model(path, cache=cache)
-        self._logits = _by_transformers(path) if self._rounding is None else self._rounding.logits
+        found = _by_transformers if self._rounding is None else lambda _: self._rounding.logits
+        self._logits, self._apart = logits or found(path), apart
         self._apart_behind, self._mean_apart = _APART_BEHIND[cache], _MEAN_APART[cache]
         self._tokenizer: Any = AutoTokenizer.from_pretrained(resolve_model_path("demo"))
         self._limit, self._eos = limit, eos_token_ids
@@ -87,7 +98,7 @@ class Judge:
         sure = len(logits) if self._rounding is None else self._rounding.sure
 
         def apart(row: int) -> float:
-            return _APART if row < sure else self._apart_behind
+            return self._apart if row < sure else self._apart_behind
 
         if params.prompt_logprobs is not None and output.prompt_logprobs is not None:
             if len(output.prompt_logprobs) != len(prompt):
