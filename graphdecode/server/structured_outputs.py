@@ -142,7 +142,8 @@ def structured_output_of_calls(
     if choice == "required":
         return _calls(functions, tool_format, opening_id, several=several, amid_text=False)
     if tool_format.opening and any(function.get("strict") is True for function in functions):
-        functions = [each if each.get("strict") is True else {**each, "parameters": None} for each in functions]
+        anything = {"parameters": {"type": "object"}}
+        functions = [each if each.get("strict") is True else {**each, **anything} for each in functions]
         return _calls(functions, tool_format, opening_id, several=several, amid_text=True)
     return None
 
@@ -181,7 +182,7 @@ def _calls(
     for index, (name, parameters) in enumerate(named):
         head = f'{{"name": {json.dumps(name)}, "{tool_format.arguments}": '
         rules.append(f'call_{index}: {json.dumps(head)} arguments_{index} "}}"')
-        schema = {"type": "object"} if parameters is None else parameters
+        schema = parameters or {"type": "object", "properties": {}, "additionalProperties": False}
         rules.append(f"arguments_{index}: %json {json.dumps(schema | {'x-guidance': _STRICT})}")
     return StructuredOutput(StructuredOutputsParams(grammar="\n".join(["%llguidance {}", *rules, ""])), "tools")
 

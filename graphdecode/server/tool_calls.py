@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-import uuid
+import secrets
+import string
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -12,6 +13,9 @@ from typing import Any, NamedTuple
 _MARKS = re.compile(r'[{}\[\]"]')  # between values
 _IN_TEXT = re.compile(r'["\\]')
 _BETWEEN = "\n; "  # characters between two calls, or after the last one
+_ID_LETTERS, _ID_LENGTH = string.ascii_letters + string.digits, 9  # Mistral's templates refuse other ids
+_SPACE = re.compile(r"[ \t\n\r]*")
+_DECODER = json.JSONDecoder()
 _SHAPE = '{"name": "...", "arguments": {...}}'
 
 
@@ -44,7 +48,8 @@ class ToolCall(NamedTuple):
     def as_choice(self, index: int) -> dict[str, Any]:
         """Return it in OpenAI's format."""
         function = {"name": self.name, "arguments": self.arguments}
-        return {"index": index, "id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
+        call_id = "".join(secrets.choice(_ID_LETTERS) for _ in range(_ID_LENGTH))
+        return {"index": index, "id": call_id, "type": "function", "function": function}
 
 
 def format_of(chat_template: str | None) -> ToolFormat | None:
@@ -91,7 +96,7 @@ class ToolCallReader:
         self._text = ""  # not yet known to be content or a call
         self._pieces: list[str] = []  # after it, while a call goes on
         self._json_extent: _JsonExtent | None = None  # end of that call's JSON
-        self._found: tuple[Any, int] | None = None  # the value of a call and its end, while its closing is missing
+        self._found: tuple[list[str], int] | None = None  # the calls' JSON and its end, while the closing is missing
         self._is_inside = False  # the text begins like a call
         self._follows_call = False  # a call came last
         self._may_begin = True  # a bare call may begin here: at the beginning, and after another call
@@ -157,34 +162,83 @@ class ToolCallReader:
             if length is None and not final:
                 self._json_extent = extent
                 return None
+            if length is None and body[start] == "[":  # cut within a list
+                items, end = _items(body, start)
+                return self._taken([item for item in items if _is_json(item)], body[end:])
             end = start + (length or 0)
-            try:
-                self._found = json.loads(body[start:end]), end
-                json.dumps(self._found, allow_nan=False)
-            except (ValueError, RecursionError):
+            if not _is_json(body[start:end]):
                 return []
-        value, end = self._found
+            self._found = (_items(body, start)[0] if body[start] == "[" else [body[start:end]]), end
+        items, end = self._found
         rest = body[end:].lstrip()
         if tool_format.closing:
             if not rest.startswith(tool_format.closing):
-                if not final and tool_format.closing.startswith(rest):
-                    return None
-                return [] if rest else (self._taken(value, "") if final else None)
+                if not tool_format.closing.startswith(rest):
+                    return []
+                return self._taken(items, "") if final else None  # cut within the closing
             rest = rest[len(tool_format.closing) :]
-        return self._taken(value, rest)
+        return self._taken(items, rest)
 
-    def _taken(self, value: Any, rest: str) -> list[ToolCall]:
+    def _taken(self, items: Sequence[str], rest: str) -> list[ToolCall]:
         self._found = None
-        calls = []
-        for item in value if isinstance(value, list) else [value]:
-            if isinstance(item, dict) and isinstance(item.get("name"), str) and item["name"] in self._names:
-                arguments = item.get("arguments", item.get("parameters", {}))
-                written = arguments if isinstance(arguments, str) else json.dumps(arguments)
-                calls.append(ToolCall(item["name"], written))
+        members = (_members(item) for item in items if item.startswith("{"))
+        calls = [call for each in members if (call := _call_of(each)) is not None and call.name in self._names]
         if calls:
             self._text = rest
             self._is_inside, self._follows_call, self._may_begin = False, True, True
         return calls
+
+
+def _is_json(text: str) -> bool:
+    """Return whether it is JSON whose numbers are finite."""
+    try:
+        json.dumps(json.loads(text), allow_nan=False)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def _after_space(text: str, at: int) -> int:
+    found = _SPACE.match(text, at)
+    return at if found is None else found.end()
+
+
+def _items(text: str, start: int) -> tuple[list[str], int]:
+    """Return the items of the JSON array at a place, as they are written, and the end; of one that was cut, its whole
+    items, and where the next one begins."""
+    items, at = list[str](), _after_space(text, start + 1)
+    while at < len(text) and text[at] != "]":
+        try:
+            _, end = _DECODER.raw_decode(text, at)
+        except (ValueError, RecursionError):
+            return items, at
+        items.append(text[at:end])
+        at = _after_space(text, end)
+        if text.startswith(",", at):
+            at = _after_space(text, at + 1)
+    return items, at
+
+
+def _members(text: str) -> dict[str, str]:
+    """Return the members of a JSON object, as they are written."""
+    members, at = dict[str, str](), _after_space(text, 1)
+    while text[at] != "}":
+        name, end = _DECODER.raw_decode(text, at)
+        start = _after_space(text, text.index(":", end) + 1)
+        _, end = _DECODER.raw_decode(text, start)
+        members[name] = text[start:end]
+        at = _after_space(text, end)
+        if text.startswith(",", at):
+            at = _after_space(text, at + 1)
+    return members
+
+
+def _call_of(members: Mapping[str, str]) -> ToolCall | None:
+    """Return the call that is written in the members of an object, if it is one."""
+    name = json.loads(members.get("name", "null"))
+    written = members.get("arguments", members.get("parameters", "{}"))
+    arguments = json.loads(written) if written.startswith('"') else written
+    return ToolCall(name, arguments) if isinstance(name, str) else None
 
 
 BARE_JSON = ToolFormat("json", "", "", "")

@@ -13,6 +13,10 @@ from graphdecode.errors import ArgumentError, cause
 
 _EXPECTED = "a conversation is a list of messages, each a dict with `role` and `content`"
 _MARK = "graphdecode-end-of-message"  # in no template
+_ARGUMENTS = {  # of `apply_chat_template`, and of a template's rendering
+    *("self", "conversation", "messages", "chat_template", "tokenize", "tools"),
+    *("add_generation_prompt", "continue_final_message"),
+}
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 Message = Mapping[str, Any]
@@ -61,7 +65,8 @@ def render_chat(
     Args:
         tokenizer: from transformers, or from `load_tokenizer`.
         messages: one conversation, in OpenAI's format: `role`, and `content` that is a text or a list of parts
-            `{"type": "text", "text": ...}`, which are joined by newlines; other keys go to the template.
+            `{"type": "text", "text": ...}`, which are joined by newlines; other keys go to the template. An assistant's
+            may be None. Roles other than OpenAI's are taken if the template shows their messages.
         chat_template: a Jinja template, or the path of a file; None: the tokenizer's own.
         add_generation_prompt: end with the beginning of an assistant's message.
         continue_final_message: leave the last message open, instead of `add_generation_prompt`.
@@ -81,11 +86,9 @@ def render_chat(
         )
     conversation = [_as_message(message, f"messages[{index}]") for index, message in enumerate(_listed(messages))]
     template = _template_of(tokenizer, chat_template, tools)
-    for index, message in enumerate(conversation):
-        if message["role"] not in _ROLES and message["role"] not in template:  # templates may define other roles
-            expected = f"one of {', '.join(_ROLES)}, or one that the chat template names"
-            raise ArgumentError(f"messages[{index}].role must be {expected}, got {message['role']!r:.80}")
     variables = dict(chat_template_kwargs or {})
+    if taken := [name for name in variables if name in _ARGUMENTS]:
+        raise ArgumentError(f"chat_template_kwargs must not have {taken[0]!r}, which is an argument by itself")
     own = {"chat_template": template, "tokenize": False, "tools": tools}
 
     def rendered(conversation: list[dict[str, Any]], **how: bool) -> str:
@@ -96,6 +99,11 @@ def render_chat(
 
     how = {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
     text = rendered(conversation, **how)
+    for index, message in enumerate(conversation):
+        role = message["role"]
+        if role not in _ROLES and role not in template and message["content"].strip() not in text:
+            expected = f"one of {', '.join(_ROLES)}, or one that the chat template shows"
+            raise ArgumentError(f"messages[{index}].role must be {expected}, got {role!r:.80}")
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:  # surrogates
@@ -127,9 +135,10 @@ def _as_message(message: Any, name: str) -> dict[str, Any]:
     if not isinstance(role, str) or not role:
         raise ArgumentError(f"{name} must have a `role` such as 'user', got {role!r:.80}")
     calls = message.get("tool_calls")
-    if "content" not in message and not calls:
+    is_complete = bool(calls) or role == "assistant"
+    if "content" not in message and not is_complete:
         raise ArgumentError(f"{name} of the role {role!r} has no `content`")
-    content = _as_text(message.get("content"), f"{name}.content", may_be_absent=bool(calls))
+    content = _as_text(message.get("content"), f"{name}.content", may_be_absent=is_complete)
     return {**message, "content": content} | ({"tool_calls": [_as_call(call) for call in calls]} if calls else {})
 
 

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 _KEPT = 64  # compiled grammars: clients repeat the same few
 MAX_GRAMMAR_LENGTH = 1 << 20  # characters
+_MOST_ALTERNATIVES = 1000  # llguidance follows 2000 items of a grammar at a time
 _WORTH_THREADS_BYTES = 1024  # size of one mask
 # llguidance holds the numbers of schemas in doubles, and rounds what does not fit
 _LARGEST = 2**53 - 1  # beyond it, two integers may be one double
@@ -186,7 +187,10 @@ def _grammar_text(params: StructuredOutputsParams) -> str:
     if params.kind == "regex":
         return LLMatcher.grammar_from_regex(str(params.regex))
     if params.kind == "choice":
-        return grammar_from("choice", json.dumps(list(params.choice or ())))
+        alternatives = grammar_from("choice", json.dumps(list(params.choice or ())))
+        if len(params.choice or ()) <= _MOST_ALTERNATIVES:
+            return alternatives
+        return alternatives.replace("start:", "start: CHOICE\nCHOICE:", 1)  # one lexeme, which has no such limit
     return grammar_from("grammar", str(params.grammar))
 
 

@@ -38,6 +38,7 @@ HERMES, MISTRAL, GRANITE, LLAMA = FORMATS
 NAMES = frozenset({"add", "look_up"})
 ADD = ToolCall("add", '{"a": 417, "b": 385}')
 LOOK_UP = ToolCall("look_up", '{"word": "\\u00e9 }] </tool_call>"}')
+ODD = '{"b":1E5,  "a": "ü\\u00fc", "a":1.50, "c": 12345678901234567890}'
 ADD_JSON = '{"name": "add", "arguments": {"a": 417, "b": 385}}'
 LOOK_UP_JSON = '{"name": "look_up", "arguments": {"word": "\\u00e9 }] </tool_call>"}}'
 
@@ -56,6 +57,16 @@ ANSWERS = [
     (LLAMA, f"{ADD_JSON}; {LOOK_UP_JSON}", "", [ADD, LOOK_UP]),
     (HERMES, '<tool_call>{"name": "add", "arguments": "{}"}</tool_call>', "", [ToolCall("add", "{}")]),
     (HERMES, '<tool_call>{"name": "add"}</tool_call>', "", [ToolCall("add", "{}")]),
+    # arguments stay as they are written
+    (HERMES, f'<tool_call>{{"name": "add", "arguments" : {ODD} }}</tool_call>', "", [ToolCall("add", ODD)]),
+    (MISTRAL, f'[TOOL_CALLS][{{ "arguments":{ODD}, "name":"add"}} , {ADD_JSON}]', "", [ToolCall("add", ODD), ADD]),
+    # what `max_tokens` cuts does not take the calls before it along
+    (MISTRAL, f'[TOOL_CALLS][{ADD_JSON}, {{"name": "look_up", "argu', '{"name": "look_up", "argu', [ADD]),
+    (MISTRAL, f"[TOOL_CALLS][{ADD_JSON}, {LOOK_UP_JSON}", "", [ADD, LOOK_UP]),
+    (GRANITE, f"<|tool_call|>[{ADD_JSON},", "", [ADD]),
+    (HERMES, f"<tool_call>{ADD_JSON}</tool_call><tool_call>{{", "<tool_call>{", [ADD]),
+    (HERMES, f"<tool_call>{ADD_JSON}</tool_", "", [ADD]),
+    (LLAMA, f'{ADD_JSON}; {{"name"', '{"name"', [ADD]),
 ]
 CONTENT = [
     (HERMES, "1 < 2 and <tool_ or <tool_call"),
@@ -98,8 +109,7 @@ def splits(text: str) -> list[list[str]]:
 def test_a_call_is_found_however_the_text_is_split(form, text, content, calls):
     for pieces in splits(text):
         found, called = read(form, pieces)
-        assert (found, [call.name for call in called]) == (content, [call.name for call in calls]), pieces
-        assert [json.loads(call.arguments) for call in called] == [json.loads(call.arguments) for call in calls]
+        assert (found, called) == (content, calls), pieces
 
 
 @pytest.mark.parametrize(("form", "text"), CONTENT, ids=lambda value: getattr(value, "name", ""))
@@ -128,6 +138,12 @@ def test_a_call_in_many_pieces_takes_time_in_proportion_to_them(begins: str, goe
 
     short = min(seconds(4_000) for _ in range(3))
     assert min(seconds(64_000) for _ in range(2)) < 64 * short  # the square would be 256
+
+
+def test_a_call_has_an_id_that_all_templates_take() -> None:
+    ids = [str(ADD.as_choice(0)["id"]) for _ in range(100)]
+    assert len(set(ids)) == 100
+    assert all(len(name) == 9 and name.isalnum() and name.isascii() for name in ids)
 
 
 def test_content_is_not_held_back_longer_than_it_may_be_a_call() -> None:
@@ -206,9 +222,13 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         yield server
 
 
+def response_to(served: Served, **body: Any) -> httpx.Response:
+    return httpx.post(f"{served.address}/v1/chat/completions", json=body, timeout=60)
+
+
 def answer_of(served: Served, messages: list[dict[str, Any]] = ASKED, **fields: Any) -> dict[str, Any]:
     body = {"messages": messages, "tools": [WEATHER, SQUARE], "max_tokens": 64, "temperature": 1, "seed": 3, **fields}
-    response = httpx.post(f"{served.address}/v1/chat/completions", json=body, timeout=60)
+    response = response_to(served, **body)
     assert response.status_code == 200, response.text
     choice: dict[str, Any] = response.json()["choices"][0]
     return choice
@@ -230,6 +250,35 @@ def test_a_call_that_must_come_has_the_form_of_its_function(served: Served) -> N
             assert json.loads(call["function"]["arguments"]) in told["function"]["parameters"]["enum"]
             assert answer["finish_reason"] == ("stop" if choice == NAMED else "tool_calls")
             assert answer["message"]["content"] is None
+
+
+def test_a_function_without_parameters_is_called_with_none(served: Served) -> None:
+    for parameters in ({}, {"parameters": None}, {"parameters": {}}):
+        tool = {"type": "function", "function": {"name": "now", **parameters}}
+        (call,) = answer_of(served, tools=[tool], tool_choice="required", temperature=2)["message"]["tool_calls"]
+        assert call["function"] == {"name": "now", "arguments": "{}"}
+
+
+def test_numbers_of_parameters_are_kept_or_refused(served: Served) -> None:
+    schema = {"type": "object", "properties": {"id": {"const": 2**53 + 1}}, "required": ["id"]}
+    tool = {"type": "function", "function": {"name": "find", "parameters": schema}}
+    refused = response_to(served, messages=ASKED, tools=[tool], tool_choice="required")
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "tools")
+    assert "properties.id.const must be" in refused.json()["error"]["message"]
+    schema["properties"]["id"]["const"] = 2**53 - 1  # type: ignore[index]
+    (call,) = answer_of(served, tools=[tool], tool_choice="required")["message"]["tool_calls"]
+    assert call["function"]["arguments"] == '{"id": 9007199254740991}'
+
+
+def test_the_servers_own_id_is_taken_in_the_next_turn(served: Served) -> None:
+    refuses = "{% for m in messages %}{% for c in m.tool_calls or [] %}{% if c.id | length != 9 %}"
+    template = (
+        f"{refuses}{{{{ raise_exception('nine letters') }}}}{{% endif %}}{{% endfor %}}{{% endfor %}}[TOOL_CALLS]"
+    )
+    (call,) = answer_of(served, tool_choice=NAMED)["message"]["tool_calls"]
+    result = {"role": "tool", "tool_call_id": call["id"], "content": "49"}
+    turn = [*ASKED, {"role": "assistant", "content": None, "tool_calls": [call]}, result]
+    answer_of(served, turn, chat_template=template, max_tokens=1)
 
 
 def test_the_same_call_comes_as_a_stream(served: Served) -> None:
@@ -268,8 +317,9 @@ def test_earlier_calls_are_in_words_where_no_tools_are_offered(served: Served) -
             prompt = prompt_of(served, messages=answered, chat_template=template, **tools)
             assert prompt.startswith("system: none\nuser: What is 7 times 7?\n")
             assert said in prompt
-    refused = answer_of(served, answered, chat_template=ALTERNATING, tool_choice="none", return_token_ids=True)
-    assert "tool_calls" not in refused["message"]
+    given = {"messages": answered, "chat_template": ALTERNATING, "tool_choice": "none", "return_token_ids": True}
+    refused = response_to(served, tools=[SQUARE], max_tokens=64, **given).json()
+    assert "tool_calls" not in refused["choices"][0]["message"]
     ids = {"tokens": refused["prompt_token_ids"]}
     prompt = httpx.post(f"{served.address}/detokenize", json=ids, timeout=60).json()["prompt"]
     assert said in prompt

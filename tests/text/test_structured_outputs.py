@@ -254,6 +254,13 @@ def test_a_stop_token_may_come_where_the_answer_may_end_and_nowhere_else(llm: LL
     assert output.outputs[0].token_ids == [97, 98, 258]
 
 
+def test_the_most_choices_are_followed_to_their_end(llm: LLM) -> None:
+    choices = [f"option {index}" for index in range(10_000)]
+    outputs = answers(llm, [wild(seed, choice=choices) for seed in range(2)])
+    assert all(output.outputs[0].text in choices for output in outputs)
+    assert {output.outputs[0].finish_reason for output in outputs} == {"stop"}
+
+
 def test_forms_of_each_kind(llm: LLM) -> None:
     matched = re.compile(r"\d{2}-[a-z]{1,4}")
     forms: list[tuple[dict[str, Any], Callable[[str], object]]] = [
