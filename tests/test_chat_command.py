@@ -79,7 +79,10 @@ def test_the_systems_message_comes_first(tmp_path: Path, options: list[str]) -> 
         (["--model", "demo", ""], "there is no message"),
         (["--model", "demo"], "there is no message"),
         (["--model", "no-such-model", "hello"], "no-such-model"),
-        (["--temperature", "-1", "--model", "no-such-model", "hello"], "temperature must be a number >= 0, got -1.0"),
+        (
+            ["--temperature", "-1", "--model", "no-such-model", "hello"],
+            "temperature must be a number >= 0 and at most 1e+30, got -1.0",
+        ),
     ],
 )
 def test_an_error_is_one_line_and_exit_code_2(arguments: list[str], message: str) -> None:

@@ -140,7 +140,10 @@ def test_a_refused_prompt_is_named_while_the_others_are_answered() -> None:
             "'--group-size': Input should be greater than or equal to 1",
         ),
         (["batch", "none.jsonl", "answers.jsonl"], "none.jsonl does not exist: a batch needs a file of requests"),
-        (["generate", "-p", "a", "--temperature", "-1"], "temperature must be a number >= 0, got -1.0"),
+        (
+            ["generate", "-p", "a", "--temperature", "-1"],
+            "temperature must be a number >= 0 and at most 1e+30, got -1.0",
+        ),
         (["generate", "-p", "a", "--dtype", "int4"], "dtype must be"),
         (["generate", "-p", "a", "--device", "tpu"], "device must be auto, cpu or cuda"),
         (["generate", "-p", "a", "--max-tokens", "many"], "--max-tokens"),

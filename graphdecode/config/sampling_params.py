@@ -176,7 +176,9 @@ class SamplingParams:
     """
 
     n: int = _param(1, integer(1, MAX_OUTPUTS), "Outputs per prompt.", "-n", "--n")
-    temperature: float = _param(1.0, number(0), f"0 is greedy. {_CHECKPOINTS}")
+    temperature: float = _param(
+        1.0, Values("a number >= 0 and at most 1e+30", number(0).accepts), f"0 is greedy. {_CHECKPOINTS}"
+    )
     top_k: int = _param(0, integer(-1), f"Sample among the k most likely tokens; 0 is all. {_CHECKPOINTS}")
     top_p: float = _param(
         1.0, FRACTION, f"Sample among the most likely tokens of this total probability. {_CHECKPOINTS}"

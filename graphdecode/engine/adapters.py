@@ -130,6 +130,11 @@ class EngineAdapters:
         self._pins[slot] += 1
         return slot
 
+    def has_slot(self, adapter: LoadedAdapter) -> bool:
+        """Whether an adapter has a slot, or could take one."""
+        held = adapter in self._holders.values() or len(self._holders) < self.stats.slots
+        return held or not all(self._pins[slot] for slot in self._holders)
+
     def _free_slot(self) -> int | None:
         unused = next((slot for slot in range(self.stats.slots) if slot not in self._holders), None)
         if unused is not None:

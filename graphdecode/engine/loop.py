@@ -110,6 +110,8 @@ class EngineLoop:
             self._in_flight.append(
                 _InFlight(launch, self._staged, self._logprobs, self._prefilled, self._since, self._found)
             )
+        elif self._prefilled:
+            self.stats.step_tokens.append(self._prefilled)
         if self._to_prefill:
             self._prefill()
         may_look_ahead = goes_on and not self._masked_rows and 0 not in self._past_borders()
@@ -285,11 +287,14 @@ class EngineLoop:
         batch = self._in_flight.popleft()
         launch, queries = batch.launch, batch.launch.queries
         steps = self.runner.read(launch, logprobs=batch.logprobs)
+        kept = 0
         for row, sequence in enumerate(batch.sequences):
             if sequence.finish_reason is None:
-                self.stats.generated_tokens += self._accept(sequence, row, steps)
+                kept += self._accept(sequence, row, steps)
                 if queries > 1:  # the draft model has not seen the last draft
                     sequence.drafted_length = sequence.cached_length - 1
+        self.stats.generated_tokens += kept
+        self.stats.step_tokens.append(batch.prefilled + kept)
         # count steps that ran for a live row: a loop on the device may end early, a launch may follow a stop
         first_tokens = steps[::queries] if queries > 1 else steps
         ran = sum([step.tokens.count(ENDED_BEFORE) < launch.num_rows for step in first_tokens])

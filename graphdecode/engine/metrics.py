@@ -51,6 +51,8 @@ class EngineStats:
     step_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_STEP_TIMES_KEPT), repr=False)
     # host times of the last launches; on a CPU, of the whole step
     launch_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_STEP_TIMES_KEPT), repr=False)
+    # tokens of the last steps: prompt tokens that were computed, and generated ones that were kept
+    step_tokens: deque[int] = field(default_factory=lambda: deque(maxlen=_STEP_TIMES_KEPT), repr=False)
     spec_decode_num_drafts: int = 0
     spec_decode_num_draft_tokens: int = 0
     spec_decode_num_accepted_tokens: int = 0

@@ -96,7 +96,7 @@ class RequestRules:
     def check_prompt(self, tokens: Sequence[int], max_tokens: int | None) -> None:
         """Refuse a prompt that can never be served, with `max_tokens` to generate; see `check`."""
         if not len(tokens):
-            raise RequestError("the prompt is empty, and the model has no beginning-of-sequence token to start from")
+            raise RequestError("the prompt is empty: it must have at least one token id")
         capacity, vocab_size = self.capacity, self.vocab_size
         to_generate = 0 if max_tokens == 0 else 1
         if len(tokens) + to_generate > capacity.token_limit:

@@ -174,6 +174,12 @@ class Scheduler:
         chunks.append((sequence, PromptChunk(tokens[start:end], start, self.memory_of(sequence), scored, likely)))
         return end - start
 
+    @property
+    def num_deferred(self) -> int:
+        """Waiting sequences whose adapters find no slot."""
+        found = self.adapters.has_slot
+        return sum(each.adapter is not None and not found(each.adapter) for each in self.waiting)
+
     def memory_of(self, sequence: Sequence) -> SequenceMemory:
         """Return the device memory of a sequence with a row."""
         name = sequence.request_id

@@ -187,9 +187,11 @@ class EngineProcess:
         self._status_sent = now
         pool, stats = engine.cache.pool, engine.stats
         counts = engine.num_running, engine.num_waiting, pool.used, pool.total, engine.num_preemptions
-        self._connection.send(messages.EngineStatus(*counts, stats, engine.adapters.stats))
+        deferred = engine.scheduler.num_deferred
+        self._connection.send(messages.EngineStatus(*counts, stats, engine.adapters.stats, deferred))
         stats.step_seconds.clear()
         stats.launch_seconds.clear()
+        stats.step_tokens.clear()
 
 
 def _floor_seconds(engine: Engine) -> float | None:

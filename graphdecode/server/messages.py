@@ -106,6 +106,7 @@ class EngineStatus(NamedTuple):
     preemptions: int  # since the start
     stats: EngineStats  # since the start; times of steps and launches: since the last message
     adapters: AdapterStats = AdapterStats()
+    deferred: int = 0  # waiting requests whose adapters find no slot
 
 
 def pack_event(event: Event, request_id: int, *, with_metrics: bool) -> tuple[Any, ...]:

@@ -86,7 +86,7 @@ class Service:
         self.grammar_compiler = GrammarCompiler(self.work, self.client)
         self.router = Router(self.client, "the server was shut down")
         self.front = AsyncFront(self.router, lambda: None)  # the engine's process steps by itself
-        self.metrics = Metrics(name, self.client)
+        self.metrics = Metrics(name, self.client, settings)
         endpoint = config.otlp_traces_endpoint
         self.tracer: Tracer | None = None if endpoint is None else otlp_tracer(name, endpoint, version)
         self.queue = FairQueue()

@@ -12,6 +12,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from graphdecode.config import EngineConfig
 from graphdecode.engine import EngineStats, RequestMetrics
 from graphdecode.errors import ArgumentError
 from graphdecode.server.engine_client import EngineClient
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 _STEP_SECONDS = (1e-4, 2.5e-4, 5e-4, 1e-3, 2e-3, 4e-3, 8e-3, 0.016, 0.032, 0.064, 0.125, 0.25, 0.5, 1.0)
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
+_COUNTS = (0, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
 _RECENT = 100  # steps and requests for medians
 _REASONS = ("stop", "length", "abort", "error")
 _COUNTERS = {
@@ -32,6 +34,7 @@ _COUNTERS = {
     "generation_tokens": "Generated tokens.",
     "prefix_cache_queries": "Prompt tokens looked up in the prefix cache.",
     "prefix_cache_hits": "Prompt tokens found in the prefix cache.",
+    "prompt_tokens_cached": "The same, of started requests.",
 }
 _DRAFT_COUNTERS = {
     "spec_decode_num_drafts": "Runs of drafts that were verified.",
@@ -49,6 +52,12 @@ _HISTOGRAMS = {
     "vllm:request_inference_time_seconds": ("From the row to the last token.", _SECONDS),
     "vllm:request_prompt_tokens": ("Prompt tokens of a request.", _TOKENS),
     "vllm:request_generation_tokens": ("Generated tokens of an output.", _TOKENS),
+    "vllm:request_max_num_generation_tokens": ("Generated tokens of a request's longest output.", _TOKENS),
+    "vllm:request_params_n": ("n of a request.", _COUNTS),
+    "vllm:request_params_max_tokens": ("max_tokens of a request that has it.", _TOKENS),
+    "vllm:request_num_preemptions": ("Preemptions of a request.", _COUNTS),
+    "vllm:request_prefill_kv_computed_tokens": ("Prompt tokens that were not found in the prefix cache.", _TOKENS),
+    "vllm:iteration_tokens_total": ("Computed prompt tokens and generated tokens of a step.", _TOKENS),
     "graphdecode:step_seconds": ("Time of a decode step.", _STEP_SECONDS),
     "graphdecode:launch_seconds": ("The host's time for a launch.", _STEP_SECONDS),
 }
@@ -76,14 +85,14 @@ def _phases(metrics: RequestMetrics, now: float) -> dict[str, float]:
 class Metrics(Collector):
     """Counts and times of one served model."""
 
-    def __init__(self, model_name: str, client: EngineClient) -> None:
+    def __init__(self, model_name: str, client: EngineClient, settings: EngineConfig) -> None:
         self.registry = CollectorRegistry()
         self.engine_status = EngineStatus(0, 0, 0, 0, 0, EngineStats())  # the latest
         self.last_steps: deque[float] = deque(maxlen=_RECENT)  # seconds
         self.last_first_tokens: deque[float] = deque(maxlen=_RECENT)  # seconds from arrival
         self.generated_tokens = 0  # since the start
         self.client = client
-        self._label = model_name
+        self._label, self._settings = model_name, settings
         labels, registry = ["model_name"], self.registry
         self._counters = {
             name: Counter(f"vllm:{name}", text, labels, registry=registry).labels(model_name)
@@ -106,15 +115,17 @@ class Metrics(Collector):
             self._histograms["graphdecode:step_seconds"].observe(seconds)
         for seconds in status.stats.launch_seconds:
             self._histograms["graphdecode:launch_seconds"].observe(seconds)
+        for tokens in status.stats.step_tokens:
+            self._histograms["vllm:iteration_tokens_total"].observe(tokens)
 
     @contextlib.contextmanager
     def tracked(self, parents: list[ParentRequest]) -> Iterator[Callable[[], None]]:
         """Yield a function that counts new tokens of some prompts; the prompts are counted when the context ends."""
-        outputs = [state.output for parent in parents for state in parent.states]
+        outputs = [(state.output, parent.output.metrics) for parent in parents for state in parent.states]
         seen = [(0, 0.0)] * len(outputs)  # tokens, and when the last of them came
 
         def count_tokens() -> None:
-            for index, output in enumerate(outputs):
+            for index, (output, metrics) in enumerate(outputs):
                 before, last = seen[index]
                 new = len(output.token_ids) - before
                 if new:
@@ -122,8 +133,10 @@ class Metrics(Collector):
                     seen[index] = before + new, now
                     self.generated_tokens += new
                     self._counters["generation_tokens"].inc(new)
-                    for _ in range(new if before else 0):
-                        self._histograms["vllm:inter_token_latency_seconds"].observe((now - last) / new)
+                    gaps = new if before else new - 1  # the first tokens may come together
+                    since = last if before else metrics.first_token_time or now
+                    for _ in range(gaps):
+                        self._histograms["vllm:inter_token_latency_seconds"].observe(max(now - since, 0.0) / gaps)
 
         try:
             yield count_tokens
@@ -137,17 +150,25 @@ class Metrics(Collector):
         self._counters["prefix_cache_queries"].inc(prompt)
         self._counters["prefix_cache_hits"].inc(metrics.num_cached_tokens)
         histograms["vllm:request_prompt_tokens"].observe(prompt)
+        histograms["vllm:request_params_n"].observe(len(output.outputs))
+        asked = parent.children[0][0].sampling_params.max_tokens if parent.children else None
+        if asked is not None:
+            histograms["vllm:request_params_max_tokens"].observe(asked)
+        longest = max(len(each.token_ids) for each in output.outputs)
+        histograms["vllm:request_max_num_generation_tokens"].observe(longest)
+        histograms["vllm:request_num_preemptions"].observe(metrics.num_preemptions)
         for each in output.outputs:
             self._success.get(each.finish_reason or "abort", self._success["error"]).inc()
             histograms["vllm:request_generation_tokens"].observe(len(each.token_ids))
         if metrics.first_scheduled_time is not None:
             self._counters["prompt_tokens"].inc(prompt)
+            self._counters["prompt_tokens_cached"].inc(metrics.num_cached_tokens)
+            histograms["vllm:request_prefill_kv_computed_tokens"].observe(prompt - metrics.num_cached_tokens)
         phases = _phases(metrics, time.perf_counter())
         for name, seconds in phases.items():
             histograms[_PHASES[name]].observe(seconds)
         if "time_to_first_token" in phases:
             self.last_first_tokens.append(phases["time_to_first_token"])
-            longest = max(len(each.token_ids) for each in output.outputs)
             if longest > 1:
                 mean = phases["time_in_model_decode"] / (longest - 1)
                 histograms["vllm:request_time_per_output_token_seconds"].observe(mean)
@@ -174,6 +195,16 @@ class Metrics(Collector):
                 family = kind(name, text, labels=["model_name"])
                 family.add_metric([self._label], value)
                 yield family
+        by_reason = GaugeMetricFamily(
+            "vllm:num_requests_waiting_by_reason",
+            "Requests that wait, for a row and pages (capacity) or a slot for their adapter (deferred).",
+            labels=["model_name", "reason"],
+        )
+        by_reason.add_metric([self._label, "capacity"], status.waiting - status.deferred)
+        by_reason.add_metric([self._label, "deferred"], status.deferred)
+        yield by_reason
+        if self.client.ready is not None:
+            yield self._cache_info()
         steps, accepted = sorted(stats.bucket_steps.items()), enumerate(stats.spec_decode_num_accepted_tokens_per_pos)
         for name, text, label, values in (
             ("graphdecode:bucket_replays", "Steps of a bucket.", "bucket", steps),
@@ -184,6 +215,21 @@ class Metrics(Collector):
             for which, count in values:
                 by_label.add_metric([self._label, str(which)], count)
             yield by_label
+
+    def _cache_info(self) -> Metric:
+        """Return the settings of the cache, with vLLM's names."""
+        settings, rules = self._settings, self.client.rules
+        info = {
+            "model_name": self._label,
+            "block_size": rules.page_size,
+            "num_gpu_blocks": rules.capacity.total_num_pages,
+            "cache_dtype": settings.kv_cache_dtype,
+            "enable_prefix_caching": settings.prefix_cache,
+            "gpu_memory_utilization": settings.buckets.memory_fraction,
+        }
+        family = GaugeMetricFamily("vllm:cache_config_info", "Settings of the cache.", labels=[*info])
+        family.add_metric([str(value) for value in info.values()], 1)
+        return family
 
     def text(self) -> bytes:
         """Return all metrics in Prometheus' text format."""

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from graphdecode.engine import Request, RequestMetrics, SamplingParams
 from graphdecode.engine.constraint import ConstraintError
 from graphdecode.engine.engine import as_int64, derived_seed
-from graphdecode.engine.request import RequestRules
+from graphdecode.engine.request import RequestError, RequestRules
 from graphdecode.errors import ArgumentError, shown
 from graphdecode.text.grammar import Grammars
 from graphdecode.text.light_tokenizer import is_tokenizer_error
@@ -147,6 +147,8 @@ class InputProcessor:
         self, prompt: str | list[int], token_ids: list[int], params: TokenizedParams
     ) -> TokenizedPrompt:
         """Truncate a tokenized prompt by its parameters; raises `RequestError` if it can never be served."""
+        if isinstance(prompt, str) and not token_ids:
+            raise RequestError("the prompt is empty, and the model has no beginning-of-sequence token to start from")
         tokenized = self._truncated(prompt, token_ids, params)
         self._rules.check_prompt(tokenized.token_ids, params.sampling.max_tokens)
         return tokenized

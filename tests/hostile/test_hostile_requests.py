@@ -38,7 +38,7 @@ def answers(llm: LLM) -> list[str]:
         ({"stop": [str(number) for number in range(20_000)]}, f"stop must be at most {MAX_STOP_STRINGS} texts"),
         ({"stop": "a" * 10**6}, f"stop must be of at most {MAX_STOP_LENGTH} characters, not 1000000"),
         ({"temperature": 10**400}, "temperature must be a number >= 0"),
-        ({"temperature": float("nan")}, "temperature must be a number >= 0, got nan"),
+        ({"temperature": float("nan")}, "temperature must be a number >= 0 and at most 1e.30, got nan"),
         ({"temperature": Fraction(10**400)}, "temperature must be a number >= 0"),
         ({"min_p": float("inf")}, r"min_p must be a number in \[0, 1\], got inf"),
         ({"logit_bias": {3: 10**400}}, "logit_bias must be a dict"),

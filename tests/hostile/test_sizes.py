@@ -177,7 +177,7 @@ def test_a_file_that_no_parser_takes_is_named(tmp_path: Path, content: str) -> N
         ({"do_sample": "no"}, "do_sample must be true or false, got 'no'"),
         ({"do_sample": True, "temperature": "hot"}, "temperature must be a number, got 'hot'"),
         ({"do_sample": True, "top_k": True}, "top_k must be a number, got True"),
-        ({"do_sample": True, "temperature": -1.0}, "temperature must be a number >= 0, got -1.0"),
+        ({"do_sample": True, "temperature": -1.0}, "temperature must be a number >= 0 and at most 1e+30, got -1.0"),
         ({"repetition_penalty": 1e400}, "repetition_penalty must be a number in"),
     ],
 )

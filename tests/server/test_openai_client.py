@@ -312,6 +312,24 @@ def test_metrics_have_vllms_names(served: Served, client: openai.OpenAI) -> None
     assert served.metric("graphdecode:step_seconds_count") >= 1
 
 
+def test_each_token_but_the_first_is_a_latency_and_parameters_and_steps_are_counted(served, client):
+    names = ("vllm:inter_token_latency_seconds_count", "vllm:iteration_tokens_total_sum")
+    names += ("vllm:request_params_n_sum", "vllm:request_params_max_tokens_sum")
+    before = [served.metric(name) for name in names]
+    for number in range(6):
+        client.completions.create(
+            model="demo", prompt=f"{number}xyz", max_tokens=9, n=2, extra_body={"ignore_eos": True}
+        )
+    served.until_idle()
+    gaps, tokens, outputs, most = (served.metric(name) - was for name, was in zip(names, before, strict=True))
+    assert (gaps, outputs, most) == (6 * 2 * 8, 6 * 2, 6 * 9)
+    assert tokens >= 6 * (2 * 9 + 3)  # and the prompt's tokens but the last
+    text = httpx.get(f"{served.address}/metrics").text
+    assert re.search(r"^vllm:cache_config_info\{.*block_size=\"16\".*\} 1.0$", text, re.MULTILINE)
+    for reason in ("capacity", "deferred"):
+        assert f'vllm:num_requests_waiting_by_reason{{model_name="demo",reason="{reason}"}} 0.0' in text
+
+
 def test_drafts_are_counted_under_vllms_names(served: Served, client: openai.OpenAI, alone: LLM) -> None:
     names = ("vllm:spec_decode_num_drafts", "vllm:spec_decode_num_draft_tokens", ACCEPTED)
     before = [served.metric(f"{name}_total") for name in names]

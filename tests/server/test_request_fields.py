@@ -238,6 +238,14 @@ def test_fields_that_cannot_be_honoured_are_named(preprocessor, fields, named):
     assert (refused.value.status, refused.value.param) == (400, named)
 
 
+@pytest.mark.parametrize("prompt", [[[]], [[49], []]])
+def test_a_prompt_without_tokens_is_told_so(preprocessor: Preprocessor, prompt: Any) -> None:
+    with pytest.raises(HttpError, match="the prompt is empty: it must have at least one token id"):
+        prepared(preprocessor, "/v1/completions", {"prompt": prompt})
+    with pytest.raises(HttpError, match="temperature must be a number >= 0 and at most 1e.30, got 1e.38"):
+        prepared(preprocessor, "/v1/completions", {"prompt": "a", "temperature": 1e38})
+
+
 @pytest.mark.parametrize(("side", "kept"), [(None, "45"), ("left", "45"), ("right", "12")])
 def test_a_prompt_is_cut_at_the_side_that_is_named(preprocessor: Preprocessor, side: str | None, kept: str) -> None:
     cut = {"prompt": [49, 50, 51, 52, 53], "truncate_prompt_tokens": 2, "truncation_side": side}
