@@ -39,6 +39,7 @@ if TYPE_CHECKING:  # for type checkers and editors; a test holds this and `_MODU
     from graphdecode.surfaces.flashinfer import (
         CUDAGraphBatchDecodeWithPagedKVCacheWrapper as CUDAGraphBatchDecodeWithPagedKVCacheWrapper,
     )
+    from graphdecode.surfaces.flashinfer import fast_decode_plan as fast_decode_plan
     from graphdecode.surfaces.flashinfer import single_decode_with_kv_cache as single_decode_with_kv_cache
     from graphdecode.surfaces.flashinfer import trtllm_batch_decode_with_kv_cache as trtllm_batch_decode_with_kv_cache
     from graphdecode.surfaces.flashinfer import xqa_batch_decode_with_kv_cache as xqa_batch_decode_with_kv_cache
@@ -89,6 +90,7 @@ _NAMES = {  # module -> the public names that it has
     "surfaces.flashinfer": (
         "BatchDecodeWithPagedKVCacheWrapper",
         "CUDAGraphBatchDecodeWithPagedKVCacheWrapper",
+        "fast_decode_plan",
         "single_decode_with_kv_cache",
         "trtllm_batch_decode_with_kv_cache",
         "xqa_batch_decode_with_kv_cache",

@@ -6,6 +6,7 @@ from graphdecode.errors import flashinfer_hint
 from graphdecode.surfaces.flashinfer import (
     BatchDecodeWithPagedKVCacheWrapper,
     CUDAGraphBatchDecodeWithPagedKVCacheWrapper,
+    fast_decode_plan,
     single_decode_with_kv_cache,
     trtllm_batch_decode_with_kv_cache,
     xqa_batch_decode_with_kv_cache,
@@ -14,6 +15,7 @@ from graphdecode.surfaces.flashinfer import (
 __all__ = [
     "BatchDecodeWithPagedKVCacheWrapper",
     "CUDAGraphBatchDecodeWithPagedKVCacheWrapper",
+    "fast_decode_plan",
     "single_decode_with_kv_cache",
     "trtllm_batch_decode_with_kv_cache",
     "xqa_batch_decode_with_kv_cache",

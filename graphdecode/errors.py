@@ -73,7 +73,6 @@ _OF_FLASHINFER = {  # part of a name -> what to use instead
     "mla": "LLM runs models with latent attention",
     "cascade": "merge_state and merge_states merge partial attention",
     "attention": "graphdecode.attention.cached_attention attends from many queries",
-    "fast_decode_plan": "the wrapper's own plan runs on the device, and can be captured",
     "sampling": "SamplingParams says how LLM and Engine sample",
 }
 

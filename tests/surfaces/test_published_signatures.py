@@ -39,7 +39,7 @@ PUBLISHED = {
         Wrapper.plan,
         "indptr, indices, last_page_len, num_qo_heads, num_kv_heads, head_dim, page_size, pos_encoding_mode='NONE', "
         "window_left=-1, logits_soft_cap=None, q_data_type='float16', kv_data_type=None, data_type=None, "
-        "sm_scale=None, rope_scale=None, rope_theta=None, non_blocking=False",
+        "sm_scale=None, rope_scale=None, rope_theta=None, non_blocking=True",
     ),
     "run": (Wrapper.run, "q, paged_kv_cache, q_scale=None, k_scale=None, v_scale=None, return_lse=False"),
     "run_return_lse": (Wrapper.run_return_lse, "q, paged_kv_cache, q_scale=None, k_scale=None, v_scale=None"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,29 +11,25 @@ from torch import Tensor
 
 from graphdecode.attention.append import KV_LAYOUTS, PagedCache, paged_caches
 from graphdecode.attention.paged_decode import FIXED_SPLIT
-from graphdecode.cache.errors import require_choice, require_fit, require_tensors
-from graphdecode.kernels.attention.attention_plan import (
-    WAVES_WHEN_FULL,
-    PlanSizes,
-    check_page_lists,
-    paged_attention_plan,
-    plan_size,
-    work_items,
-)
+from graphdecode.cache.errors import require_choice, require_fit, require_range, require_tensors
+from graphdecode.errors import shown
+from graphdecode.kernels.attention.attention_plan import WAVES_WHEN_FULL, PlanSizes, plan_size, work_items
 from graphdecode.kernels.attention.decode_attention import decode_attention
 from graphdecode.kernels.attention.work_item import SplitPlan
 
 from .decode_problem import (
     BACKENDS,
-    FP8_DTYPES,
+    MAX_TOKENS,
     OUT_DTYPES,
     Q_DTYPE_LEFT_OUT,
     DecodeProblem,
-    check_metadata,
     check_result,
     exact_queries,
     planned_dtypes,
+    require_neutral,
+    sinks_of,
 )
+from .page_lists import PageLists
 
 
 class BatchDecodeWithPagedKVCacheWrapper:
@@ -82,16 +79,16 @@ class BatchDecodeWithPagedKVCacheWrapper:
         self._workspace, self._device = float_workspace_buffer, float_workspace_buffer.device
         self._problem: DecodeProblem | None = None
         self._rows = self._max_items = 0
-        self._pages: tuple[Tensor, ...] = ()  # indptr, indices, last_page_len
-        self._max_rows: int | None = None  # capacity of the caller's buffers, if there are any
+        self._pages: PageLists | None = None  # of the plan
+        self._buffers: PageLists | None = None  # the caller's
         if use_cuda_graph:
-            self._pages = self._checked_buffers(
+            indptr, indices, last_page_len = self._checked_buffers(
                 paged_kv_indptr_buffer=paged_kv_indptr_buffer,
                 paged_kv_indices_buffer=paged_kv_indices_buffer,
                 paged_kv_last_page_len_buffer=paged_kv_last_page_len_buffer,
             )
-            self._max_rows = self._pages[2].shape[0]
-        self._kv_lens = torch.zeros(self._max_rows or 0, dtype=torch.int32, device=self._device)
+            self._pages = self._buffers = PageLists(indices, indptr, last_page_len)
+        self._kv_lens = torch.zeros(self._rows_of(0), dtype=torch.int32, device=self._device)
         self._plan = torch.zeros(0, dtype=torch.int32, device=self._device)
         self._counters = torch.zeros(0, dtype=torch.int32, device=self._device)
 
@@ -132,8 +129,8 @@ class BatchDecodeWithPagedKVCacheWrapper:
     def plan(
         self,
         indptr: Tensor,
-        indices: Tensor,
-        last_page_len: Tensor,
+        indices: Tensor | None,
+        last_page_len: Tensor | None,
         num_qo_heads: int,
         num_kv_heads: int,
         head_dim: int,
@@ -147,8 +144,15 @@ class BatchDecodeWithPagedKVCacheWrapper:
         sm_scale: float | None = None,
         rope_scale: float | None = None,
         rope_theta: float | None = None,
-        non_blocking: bool = False,
+        non_blocking: bool = True,
         q_len_per_req: int = 1,
+        *,
+        window_right: int = 0,
+        o_data_type: str | torch.dtype | None = None,
+        block_tables: Tensor | None = None,
+        seq_lens: Tensor | None = None,
+        fixed_split_size: int | None = None,
+        disable_split_kv: bool = False,
     ) -> None:
         """Set the rows and the parameters of later `run`s.
 
@@ -157,8 +161,9 @@ class BatchDecodeWithPagedKVCacheWrapper:
 
         Args:
             indptr: int32 [b + 1], where each row's pages begin in `indices`.
-            indices: int32, pages of all rows, one row after another.
-            last_page_len: int32 [b], tokens in each row's last page, 1..page_size; anything for rows without pages.
+            indices: int32, pages of all rows, one row after another; None: `block_tables` names them.
+            last_page_len: int32 [b], tokens in each row's last page, 1..page_size; anything for rows without pages;
+                None: `seq_lens` says how long rows are.
             num_qo_heads: query heads, a multiple of num_kv_heads.
             num_kv_heads: key and value heads.
             head_dim: 16..512.
@@ -175,6 +180,13 @@ class BatchDecodeWithPagedKVCacheWrapper:
             rope_theta: base of the rotation frequencies; None: 10000.
             non_blocking: copy metadata that is on the host without waiting.
             q_len_per_req: queries a row, its newest tokens, causal among themselves.
+            window_right: part of the surface; must be 0: no query sees keys behind its own.
+            o_data_type: float16, bfloat16, float32, or the queries'; None: the queries'.
+            block_tables: int32 [b, pages], each row's pages; used without `indices` and buffers of fixed addresses,
+                else part of the surface.
+            seq_lens: int32 [b], tokens of each row; used without `last_page_len`, else they must agree.
+            fixed_split_size: split rows into so many pages each, whatever the batch, as with `batch_invariant`.
+            disable_split_kv: do not split rows, which makes bits independent of the batch, too.
 
         Raises:
             ValueError: an argument does not fit; nothing has changed then.
@@ -182,69 +194,136 @@ class BatchDecodeWithPagedKVCacheWrapper:
         problem = DecodeProblem(
             num_qo_heads, num_kv_heads, head_dim, *planned_dtypes(q_data_type, kv_data_type, data_type),
             pos_encoding_mode, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta, page_size, q_len_per_req,
+            o_data_type,
         )  # fmt: skip
-        if q_len_per_req > 1 and not self.use_tensor_cores:
-            raise ValueError(f"q_len_per_req={q_len_per_req} needs use_tensor_cores=True, as in FlashInfer")
-        rows = self._checked_rows(indptr, indices, last_page_len)
-        sizes, max_items = self._divide(problem, rows, indices.shape[0] * page_size)
-        if self._device.type == "cuda" and indptr.is_cpu and last_page_len.is_cpu:
-            check_page_lists(indptr.numpy(), last_page_len.numpy(), indices.shape[0], page_size)
-        given = (indptr, indices, last_page_len)
-        metadata = tuple(t.to(self._device, non_blocking=non_blocking, copy=t.is_cpu) for t in given)
-        kv_lens, plan, counters = self._plan_tensors(rows, max_items, q_len_per_req * num_qo_heads)
-        paged_attention_plan(kv_lens, plan, metadata[0], metadata[2], sizes, indices.shape[0])
+        self._check_queries(q_len_per_req)
+        if window_right != 0:
+            raise ValueError(f"window_right must be 0: no query sees keys behind its own, got {shown(window_right)}")
+        fixed_split = self._fixed_split(fixed_split_size, disable_split_kv, page_size)
+        pages = PageLists.of(indptr, indices, last_page_len, block_tables, seq_lens, page_size)
+        self._plan_rows(problem, pages, fixed_split, non_blocking=non_blocking)
+
+    begin_forward = plan
+
+    def end_forward(self) -> None:
+        """Do nothing: part of the surface."""
+
+    def workspace_size(
+        self,
+        indptr: Tensor,
+        indices: Tensor | None,
+        last_page_len: Tensor | None,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        page_size: int,
+        pos_encoding_mode: str = "NONE",
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        q_data_type: str | torch.dtype | None = Q_DTYPE_LEFT_OUT,
+        kv_data_type: str | torch.dtype | None = None,
+        o_data_type: str | torch.dtype | None = None,
+        data_type: str | torch.dtype | None = None,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+        block_tables: Tensor | None = None,
+        seq_lens: Tensor | None = None,
+        fixed_split_size: int | None = None,
+        disable_split_kv: bool = False,
+        q_len_per_req: int = 1,
+    ) -> tuple[int, int]:
+        """Return how many bytes of `float_workspace_buffer` fit such a plan, and of integers, which are allocated.
+
+        Arguments and errors are those of `plan`; nothing is planned.
+        """
+        problem = DecodeProblem(
+            num_qo_heads, num_kv_heads, head_dim, *planned_dtypes(q_data_type, kv_data_type, data_type),
+            pos_encoding_mode, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta, page_size, q_len_per_req,
+            o_data_type,
+        )  # fmt: skip
+        self._check_queries(q_len_per_req)
+        fixed_split = self._fixed_split(fixed_split_size, disable_split_kv, page_size)
+        pages = PageLists.of(indptr, indices, last_page_len, block_tables, seq_lens, page_size)
+        rows, items, _ = self._most_items(problem, pages, fixed_split)
+        floats = items * problem.floats_of_item if self._device.type == "cuda" else 0
+        return 4 * floats, 4 * (rows + plan_size(items) + rows * q_len_per_req * num_qo_heads)
+
+    def _check_queries(self, q_len: int) -> None:
+        if q_len > 1 and not self.use_tensor_cores:
+            raise ValueError(f"q_len_per_req={q_len} needs use_tensor_cores=True, as in FlashInfer")
+
+    def _fixed_split(self, pages: int | None, disabled: bool, page_size: int) -> int:
+        """Return the tokens of a split of plans that do not depend on the batch; 0: balanced."""
+        if disabled:
+            return MAX_TOKENS
+        if pages is not None and pages > 0:  # FlashInfer's -1 means none, too
+            require_range(1, MAX_TOKENS // page_size, fixed_split_size=pages)
+            return pages * page_size
+        return FIXED_SPLIT if self._invariant else 0
+
+    def _plan_rows(self, problem: DecodeProblem, given: PageLists, fixed_split: int, *, non_blocking: bool) -> None:
+        rows, buffers = given.rows, self._buffers
+        if buffers is not None:
+            given.check_fit(buffers)
+        sizes, max_items = self._divide(problem, given, fixed_split)
+        if self._device.type == "cuda":
+            given.check_host_values(problem.page_size)
+        pages = given.on(self._device, non_blocking=non_blocking)
+        kv_lens, plan, counters = self._plan_tensors(rows, max_items, problem.q_len * problem.num_qo_heads)
+        pages.plan(kv_lens, plan, sizes)
         self._kv_lens, self._plan, self._counters = kv_lens, plan, counters
-        if self._max_rows is None:
-            self._pages = metadata
+        if buffers is None:
+            self._pages = pages
         else:
-            for buffer, tensor in zip(self._pages, metadata, strict=True):
-                buffer[: tensor.shape[0]].copy_(tensor)
+            pages.copy_to(buffers)
         self._problem, self._rows, self._max_items = problem, rows, max_items
 
-    def _checked_rows(self, indptr: Tensor, indices: Tensor, last_page_len: Tensor) -> int:
-        """Return the number of rows; raise ValueError if they do not fit the caller's buffers."""
-        rows = check_metadata(indptr, indices, last_page_len)
-        if self._max_rows is not None:
-            if rows > self._max_rows:
-                raise ValueError(f"the buffers hold {self._max_rows} rows, got {rows}")
-            if len(indices) > len(self._pages[1]):
-                raise ValueError(f"paged_kv_indices_buffer holds {len(self._pages[1])} pages, got {len(indices)}")
-        return rows
-
-    def _divide(self, problem: DecodeProblem, rows: int, tokens: int) -> tuple[PlanSizes, int]:
-        """Return what rows are split by, and the most work items; partial results fit the workspace."""
-        if self._max_rows is not None:
-            rows, tokens = self._max_rows, len(self._pages[1]) * problem.page_size
+    def _most_items(self, problem: DecodeProblem, pages: PageLists, fixed_split: int) -> tuple[int, int, int]:
+        """Return rows to plan for, the most work items, and how many run at a time."""
+        most = pages if self._buffers is None else self._buffers
+        rows, tokens = most.rows, most.table.numel() * problem.page_size
         wave_items = problem.wave_items(self._device, problem.head_dim)
-        fixed_split = FIXED_SPLIT if self._invariant else 0
+        if fixed_split:
+            return rows, rows + -(-tokens // fixed_split), wave_items
+        return rows, work_items(rows, wave_items), wave_items
+
+    def _divide(self, problem: DecodeProblem, pages: PageLists, fixed_split: int) -> tuple[PlanSizes, int]:
+        """Return what rows are split by, and the most work items; partial results fit the workspace."""
+        rows, items, wave_items = self._most_items(problem, pages, fixed_split)
         sizes = PlanSizes(wave_items, fixed_split, problem.window_left, problem.page_size, problem.q_len)
-        items = rows + -(-tokens // FIXED_SPLIT) if self._invariant else work_items(rows, wave_items)
         if self._device.type != "cuda":
             return sizes, items
-        floats_of_item = problem.q_len * problem.num_qo_heads * (problem.head_dim + 1)
-        held = self._workspace.nbytes // (4 * floats_of_item)
-        if held < items and not self._invariant:  # fewer splits fit too
+        held = self._workspace.nbytes // (4 * problem.floats_of_item)
+        if held < items and not fixed_split:  # fewer splits fit too
             wave_items = min(wave_items, held) if rows <= min(wave_items, held) else (held - rows) // WAVES_WHEN_FULL
             items = work_items(rows, wave_items) if wave_items > 0 else items
         if held < items:
             raise ValueError(
                 f"float_workspace_buffer has {self._workspace.nbytes} bytes, but {rows} rows need "
-                f"{4 * floats_of_item * items}"
+                f"{4 * problem.floats_of_item * items}"
             )
         return sizes._replace(wave_items=wave_items), items
 
     def _plan_tensors(self, rows: int, max_items: int, queries_of_row: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return the tensors for the plan: the existing ones if they are large enough."""
-        rows = rows if self._max_rows is None else self._max_rows
-        size = plan_size(max_items)
-        kv_lens, plan, counters = self._kv_lens, self._plan, self._counters
+        rows, size = self._rows_of(rows), plan_size(max_items)
+        kv_lens, plan = self._kv_lens, self._plan
         if kv_lens.shape[0] != rows:
             kv_lens = torch.zeros(rows, dtype=torch.int32, device=self._device)
         if plan.shape[0] < size:
             plan = torch.zeros(size, dtype=torch.int32, device=self._device)
-        if counters.shape[0] < rows * queries_of_row:
-            counters = torch.zeros(rows * queries_of_row, dtype=torch.int32, device=self._device)
-        return kv_lens, plan, counters
+        return kv_lens, plan, self._counters_for(rows * queries_of_row)
+
+    def _counters_for(self, queries: int) -> Tensor:
+        """Return counters of so many queries: the existing ones if they are enough."""
+        if self._counters.shape[0] >= queries:
+            return self._counters
+        return torch.zeros(queries, dtype=torch.int32, device=self._device)
+
+    def _rows_of(self, planned: int) -> int:
+        """Return how many rows the tensors of a plan have: those that the caller's buffers hold, if there are any."""
+        return planned if self._buffers is None else self._buffers.rows
 
     def run(
         self,
@@ -257,7 +336,12 @@ class BatchDecodeWithPagedKVCacheWrapper:
         *,
         out: Tensor | None = None,
         lse: Tensor | None = None,
+        enable_pdl: bool | None = None,
         window_left: int | None = None,
+        sinks: Tensor | None = None,
+        q_len_per_req: int | None = None,
+        skip_softmax_threshold_scale_factor: float | None = None,
+        kv_cache_sf: Any = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Attend from each row's newest tokens to all of its pages.
 
@@ -268,26 +352,38 @@ class BatchDecodeWithPagedKVCacheWrapper:
             q_scale, k_scale: multiply the logits; None: 1.
             v_scale: multiplies the output; None: 1.
             return_lse: whether to return the log-sum-exps.
-            out: where to write, [b * q_len_per_req, num_qo_heads, head_dim_v], contiguous, of q's dtype; for fp8
-                queries fp16, bf16 or fp32 too.
+            out: where to write, [b * q_len_per_req, num_qo_heads, head_dim_v], contiguous, of the planned
+                o_data_type; where none was planned of q's dtype, and for fp8 queries fp16, bf16 or fp32 too.
             lse: where to write the log-sum-exps, fp32 [b * q_len_per_req, num_qo_heads], contiguous.
+            enable_pdl: a hint, without effect.
             window_left: this layer's window; None: the planned one.
+            sinks: float32 [num_qo_heads], a logit of each head that takes weight and has no value.
+            q_len_per_req: queries a row; None: as planned.
+            skip_softmax_threshold_scale_factor, kv_cache_sf: part of the surface; must be None: softmax skips nothing,
+                and there are no fp4 caches.
 
         Returns:
-            The output in q's dtype, 0 for empty rows; with return_lse also the base-2 log-sum-exp of the logits,
-            -inf for empty rows.
+            The output, 0 for empty rows; with return_lse also the base-2 log-sum-exp of the logits, -inf for empty
+            rows.
 
         Raises:
             RuntimeError: there was no `plan`.
-            ValueError: a tensor does not fit what was planned.
+            ValueError: a tensor does not fit what was planned, or an argument is not supported at this value.
         """
-        problem = self._problem
-        if problem is None:
+        problem, pages = self._problem, self._pages
+        if problem is None or pages is None:
             raise RuntimeError("call plan() before run()")
+        require_neutral(
+            skip_softmax_threshold_scale_factor=(skip_softmax_threshold_scale_factor or None, None),
+            kv_cache_sf=(kv_cache_sf, None),
+        )
+        if q_len_per_req is not None:
+            self._check_queries(q_len_per_req)
+            problem = replace(problem, q_len=q_len_per_req)
         k_cache, v_cache = paged_caches(paged_kv_cache, self._layout)
         problem.check_tensors(q, k_cache, self._device)
         rows, rest = divmod(q.shape[0], problem.q_len)
-        most = self._rows if self._max_rows is None else self._max_rows
+        most = self._rows_of(self._rows)
         if rest or not self._rows <= rows <= most:
             wanted = f"{self._rows}" if most == self._rows else f"{self._rows}..{most}"
             raise ValueError(
@@ -295,31 +391,62 @@ class BatchDecodeWithPagedKVCacheWrapper:
             )
         out_shape, lse_shape = (*q.shape[:2], v_cache.shape[-1]), tuple(q.shape[:2])
         if out is None:
-            out = torch.empty(out_shape, dtype=q.dtype, device=q.device)
+            out = torch.empty(out_shape, dtype=problem.o_dtype or q.dtype, device=q.device)
         if lse is None and return_lse:
             lse = torch.empty(lse_shape, dtype=torch.float32, device=q.device)
-        out_dtypes = (q.dtype, *OUT_DTYPES) if q.dtype in FP8_DTYPES else (q.dtype,)
-        check_result("out", out, out_shape, out_dtypes)
+        check_result("out", out, out_shape, problem.out_dtypes)
         check_result("lse", lse, lse_shape, (torch.float32,))
         queries = exact_queries(q)
-        result = out if out.dtype == queries.dtype else torch.empty(out_shape, dtype=queries.dtype, device=q.device)
-        indptr, indices, _ = self._pages
+        result = out if out.dtype in OUT_DTYPES else torch.empty(out_shape, dtype=queries.dtype, device=q.device)
+        how = problem.how_to_attend(q_scale, k_scale, v_scale, window_left)
+        how["options"] = how["options"]._replace(sinks=sinks_of(sinks, problem.num_qo_heads, self._device))
+        self._counters = self._counters_for(most * problem.q_len * problem.num_qo_heads)
         decode_attention(
             result,
             lse,
             queries,
             k_cache,
             v_cache,
-            indices,
-            indptr,
+            pages.table,
+            pages.indptr,
             SplitPlan(self._kv_lens, self._plan, *self._partials(problem, v_cache.shape[-1]), self._counters),
             q_len=problem.q_len,
             max_items=self._max_items,
-            **problem.how_to_attend(q_scale, k_scale, v_scale, window_left),
+            **how,
         )
         if result is not out:
             out.copy_(result)
         return (out, lse) if return_lse and lse is not None else out
+
+    def forward(
+        self,
+        q: Tensor,
+        paged_kv_cache: PagedCache,
+        pos_encoding_mode: str = "NONE",
+        q_scale: float | None = None,
+        k_scale: float | None = None,
+        v_scale: float | None = None,
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+        *,
+        return_lse: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Attend as `run` does, with these in place of what was planned; part of the surface, `run` is its new name."""
+        if self._problem is None:
+            raise RuntimeError("call plan() before forward()")
+        self._problem = replace(
+            self._problem, pos_encoding_mode=pos_encoding_mode, window_left=window_left,
+            logits_soft_cap=logits_soft_cap, sm_scale=sm_scale, rope_scale=rope_scale, rope_theta=rope_theta,
+        )  # fmt: skip
+        return self.run(q, paged_kv_cache, q_scale, k_scale, v_scale, return_lse)
+
+    def forward_return_lse(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Attend as `forward` does, and return the log-sum-exps too."""
+        result = self.forward(*args, **kwargs, return_lse=True)
+        return result[0], result[1]
 
     def run_return_lse(
         self,
@@ -328,14 +455,10 @@ class BatchDecodeWithPagedKVCacheWrapper:
         q_scale: float | None = None,
         k_scale: float | None = None,
         v_scale: float | None = None,
-        *,
-        out: Tensor | None = None,
-        lse: Tensor | None = None,
-        window_left: int | None = None,
+        **others: Any,
     ) -> tuple[Tensor, Tensor]:
-        """Attend as `run` does, and return the log-sum-exps too."""
-        scales = (q_scale, k_scale, v_scale)
-        result = self.run(q, paged_kv_cache, *scales, True, out=out, lse=lse, window_left=window_left)
+        """Attend as `run` does, and return the log-sum-exps too; `others` are `run`'s."""
+        result = self.run(q, paged_kv_cache, q_scale, k_scale, v_scale, **others, return_lse=True)
         return result[0], result[1]
 
     def _partials(self, problem: DecodeProblem, value_dim: int) -> tuple[Tensor, Tensor]:
@@ -351,6 +474,42 @@ class BatchDecodeWithPagedKVCacheWrapper:
                 f"float_workspace_buffer has {self._workspace.nbytes} bytes, needed are {4 * sums * (value_dim + 1)}"
             )
         return floats[: sums * value_dim].view(*shape, value_dim), floats[sums * value_dim :][:sums].view(shape)
+
+
+def fast_decode_plan(
+    self: BatchDecodeWithPagedKVCacheWrapper,
+    indptr: Tensor,
+    indices: Tensor,
+    last_page_len: Tensor,
+    num_qo_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    page_size: int,
+    pos_encoding_mode: str = "NONE",
+    window_left: int = -1,
+    logits_soft_cap: float | None = None,
+    q_data_type: str | torch.dtype | None = None,
+    kv_data_type: str | torch.dtype | None = None,
+    data_type: str | torch.dtype | None = None,
+    sm_scale: float | None = None,
+    rope_scale: float | None = None,
+    rope_theta: float | None = None,
+    non_blocking: bool = True,
+    fixed_split_size: int | None = None,
+    disable_split_kv: bool = False,
+    q_len_per_req: int = 1,
+    global_override_indptr_cpu: Tensor | None = None,
+) -> None:
+    """Plan as the wrapper's own `plan` does, which is as fast: nothing is read on the host.
+
+    A function whose first argument is the wrapper, so that it can be bound as a method; `global_override_indptr_cpu` is
+    a hint, without effect.
+    """
+    BatchDecodeWithPagedKVCacheWrapper.plan(
+        self, indptr, indices, last_page_len, num_qo_heads, num_kv_heads, head_dim, page_size, pos_encoding_mode,
+        window_left, logits_soft_cap, q_data_type, kv_data_type, data_type, sm_scale, rope_scale, rope_theta,
+        non_blocking, q_len_per_req, fixed_split_size=fixed_split_size, disable_split_kv=disable_split_kv,
+    )  # fmt: skip
 
 
 class CUDAGraphBatchDecodeWithPagedKVCacheWrapper(BatchDecodeWithPagedKVCacheWrapper):

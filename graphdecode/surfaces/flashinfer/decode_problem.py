@@ -11,6 +11,7 @@ from torch import Tensor
 
 from graphdecode.attention.paged_decode import wave_items_for
 from graphdecode.cache.errors import require_choice, require_fit, require_numbers, require_range, require_tensors
+from graphdecode.errors import shown
 from graphdecode.kernels.attention.attention_records import AttentionOptions
 from graphdecode.kernels.attention.attention_torch import POSITION_MODES, Positions
 
@@ -19,7 +20,7 @@ OUT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 DTYPES = (*OUT_DTYPES, *FP8_DTYPES)
 Q_DTYPE_LEFT_OUT = str(b"float16", "ascii")  # a new object: equal to a given "float16", but not identical
 BACKENDS = ("auto", "fa2", "fa3", "trtllm-gen", "cudnn", "cute-dsl")  # all mean the same here
-_MAX_HEADS, _MAX_WINDOW = 1 << 16, 1 << 30  # positions are int32
+_MAX_HEADS, MAX_TOKENS = 1 << 16, 1 << 30  # positions are int32
 _MIN_HEAD_DIM, _MAX_HEAD_DIM = 16, 512
 _LARGEST = 1 << 20  # limit of tokens per page and queries per row
 
@@ -79,14 +80,22 @@ class DecodeProblem:
     rope_theta: float | None
     page_size: int = 1
     q_len: int = 1
+    o_data_type: str | torch.dtype | None = None  # None: the queries'
 
     def __post_init__(self) -> None:
         require_range(1, _MAX_HEADS, num_qo_heads=self.num_qo_heads, num_kv_heads=self.num_kv_heads)
         if self.num_qo_heads % self.num_kv_heads:
             raise ValueError(f"num_qo_heads={self.num_qo_heads} must be a multiple of num_kv_heads={self.num_kv_heads}")
         require_range(1, _LARGEST, page_size=self.page_size, q_len_per_req=self.q_len)
+        if self.o_data_type is not None:
+            allowed = (self.q_dtype, *OUT_DTYPES)
+            if (o_dtype := _dtype_of("o_data_type", self.o_data_type)) not in allowed:
+                raise ValueError(
+                    f"o_data_type must be one of {', '.join(str(each)[6:] for each in allowed)}, got {o_dtype}"
+                )
+            object.__setattr__(self, "o_data_type", o_dtype)
         require_range(_MIN_HEAD_DIM, _MAX_HEAD_DIM, head_dim=self.head_dim)
-        require_range(-1, _MAX_WINDOW, window_left=self.window_left)
+        require_range(-1, MAX_TOKENS, window_left=self.window_left)
         require_choice("pos_encoding_mode", self.pos_encoding_mode, POSITION_MODES)
         if self.pos_encoding_mode == "ROPE_LLAMA" and self.head_dim % 2:
             raise ValueError(f"ROPE_LLAMA rotates pairs and needs an even head_dim, got {self.head_dim}")
@@ -120,12 +129,29 @@ class DecodeProblem:
         if q.device != device or k_cache.device != device:
             raise ValueError(f"q and the cache must be on {device}, got {q.device} and {k_cache.device}")
 
+    @property
+    def o_dtype(self) -> torch.dtype:
+        """The dtype of results that are not given."""
+        return self.o_data_type if isinstance(self.o_data_type, torch.dtype) else self.q_dtype
+
+    @property
+    def out_dtypes(self) -> tuple[torch.dtype, ...]:
+        """The dtypes of results that may be given."""
+        if self.o_data_type is None and self.q_dtype in FP8_DTYPES:
+            return (self.q_dtype, *OUT_DTYPES)
+        return (self.o_dtype,)
+
+    @property
+    def floats_of_item(self) -> int:
+        """Partial results of a work item, whose values are as wide as keys."""
+        return self.q_len * self.num_qo_heads * (self.head_dim + 1)
+
     def how_to_attend(
         self, q_scale: float | None, k_scale: float | None, v_scale: float | None, window_left: int | None = None
     ) -> dict[str, Any]:
         """Return the keywords of `decode_attention` for logits, output scale and positions."""
         window = self.window_left if window_left is None else window_left
-        require_range(-1, _MAX_WINDOW, window_left=window)
+        require_range(-1, MAX_TOKENS, window_left=window)
         scale = self.sm_scale * _scale_of(q_scale=q_scale, k_scale=k_scale)  # type: ignore[operator]
         return {
             "options": AttentionOptions(scale, window, self.logits_soft_cap),  # type: ignore[arg-type]
@@ -147,21 +173,6 @@ class DecodeProblem:
         )
 
 
-def check_metadata(indptr: Tensor, indices: Tensor, last_page_len: Tensor) -> int:
-    """Return the number of rows; raises ValueError if the tensors do not fit each other. No values are read."""
-    require_tensors(indptr=indptr, indices=indices, last_page_len=last_page_len)
-    for name, tensor in (("indptr", indptr), ("indices", indices), ("last_page_len", last_page_len)):
-        if tensor.is_meta:
-            raise ValueError(f"{name} must hold numbers, and is on the meta device")
-        require_fit(name, tensor, ("entries",), torch.int32)
-    rows = last_page_len.shape[0]
-    if indptr.shape[0] != rows + 1 or not rows:
-        raise ValueError(
-            f"indptr must have one entry more than last_page_len, and at least 2, got {indptr.shape[0]} and {rows}"
-        )
-    return rows
-
-
 def check_result(
     name: str,
     tensor: Tensor | None,
@@ -176,3 +187,22 @@ def check_result(
     require_fit(name, tensor, shape, *dtypes)
     if not tensor.is_contiguous():
         raise ValueError(f"{name} must be contiguous, got strides {tensor.stride()}")
+
+
+def require_neutral(**given: tuple[Any, Any]) -> None:
+    """Raise a ValueError for an argument whose value is not the one that changes nothing."""
+    for name, (value, neutral) in given.items():
+        if isinstance(value, Tensor) or value != neutral:
+            raise ValueError(f"{name} is not supported: it must be {neutral}, got {shown(value)}")
+
+
+def sinks_of(sinks: Tensor | list[Tensor] | None, heads: int, device: torch.device) -> Tensor | None:
+    """Return the sinks as the kernels take them, float32 [heads]; a list has one tensor."""
+    if isinstance(sinks, list | tuple) and len(sinks) == 1:
+        (sinks,) = sinks
+    if sinks is None:
+        return None
+    require_tensors(device, sinks=sinks)
+    assert isinstance(sinks, Tensor)
+    require_fit("sinks", sinks, (heads,), *OUT_DTYPES)
+    return sinks.float().contiguous()

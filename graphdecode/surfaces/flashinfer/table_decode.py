@@ -11,14 +11,22 @@ from torch import Tensor
 from graphdecode.attention.append import KV_LAYOUTS, PagedCache, paged_caches
 from graphdecode.attention.paged_decode import new_split_plan
 from graphdecode.cache.errors import require_choice, require_fit, require_numbers, require_range, require_tensors
-from graphdecode.errors import shown
 from graphdecode.kernels.attention.attention_plan import PlanSizes, attention_plan, work_items
 from graphdecode.kernels.attention.decode_attention import decode_attention
 
-from .decode_problem import FP8_DTYPES, OUT_DTYPES, DecodeProblem, check_result, exact_queries, planned_dtypes
+from .decode_problem import (
+    FP8_DTYPES,
+    MAX_TOKENS,
+    OUT_DTYPES,
+    DecodeProblem,
+    check_result,
+    exact_queries,
+    planned_dtypes,
+    require_neutral,
+    sinks_of,
+)
 
 _BACKENDS = ("auto", "xqa", "trtllm-gen", "cake")  # all mean the same here
-_MAX_TOKENS = 1 << 30
 _LN_2 = math.log(2.0)
 
 
@@ -89,7 +97,7 @@ def trtllm_batch_decode_with_kv_cache(
         ValueError: an argument does not fit, or is not supported at this value.
     """
     require_choice("backend", backend, _BACKENDS)
-    _require_neutral(
+    require_neutral(
         o_sf_scale=(o_sf_scale, None),
         o_sf_vec_size=(o_sf_vec_size, None),
         max_q_len=(max_q_len, None),
@@ -131,7 +139,7 @@ def xqa_batch_decode_with_kv_cache(
     q_cu_seq_lens: Tensor | None = None,
 ) -> Tensor:
     """Attend as `trtllm_batch_decode_with_kv_cache` does; arguments of the same names are the same."""
-    _require_neutral(
+    require_neutral(
         o_scale=(1.0 if o_scale is None else o_scale, 1.0),
         mask=(mask, None),
         kv_cache_sf=(kv_cache_sf, None),
@@ -143,13 +151,6 @@ def xqa_batch_decode_with_kv_cache(
     )  # fmt: skip
     assert isinstance(result, Tensor)
     return result
-
-
-def _require_neutral(**given: tuple[Any, Any]) -> None:
-    """Raise a ValueError for an argument whose value is not the one that changes nothing."""
-    for name, (value, neutral) in given.items():
-        if isinstance(value, Tensor) or value != neutral:
-            raise ValueError(f"{name} is not supported: it must be {neutral}, got {shown(value)}")
 
 
 def _attend(
@@ -176,7 +177,7 @@ def _attend(
     device, value_dim = query.device, v_cache.shape[-1]
     require_fit("query", query, ("tokens", "heads", "head_dim"))
     (tokens, heads, head_dim), (page_size, kv_heads) = query.shape, k_cache.shape[1:3]
-    require_range(1, _MAX_TOKENS, max_seq_len=max_seq_len)
+    require_range(1, MAX_TOKENS, max_seq_len=max_seq_len)
     first_scale, last_scale = (
         _number_or_tensor(name, scale, device) for name, scale in zip(_SCALES, scales, strict=True)
     )
@@ -207,16 +208,17 @@ def _attend(
     sizes = PlanSizes(wave_items, window_left=window_left, q_len=q_len)
     attention_plan(work.kv_lens, work.plan, lens - 1, live, sizes)
     how = problem.how_to_attend(None, None, None)
-    how["options"] = how["options"]._replace(sinks=_sinks_of(sinks, heads, device))
+    how["options"] = how["options"]._replace(sinks=sinks_of(sinks, heads, device))
     if not isinstance(last_scale, Tensor):
         how["v_scale"] = last_scale
-    is_result = out.dtype == queries.dtype and not isinstance(last_scale, Tensor)
-    result = out if is_result else torch.empty(out.shape, dtype=queries.dtype, device=device)
+    is_result = out.dtype in OUT_DTYPES and not isinstance(last_scale, Tensor)
+    wide = torch.float32 if isinstance(last_scale, Tensor) else queries.dtype
+    result = out if is_result else torch.empty(out.shape, dtype=wide, device=device)
     decode_attention(
         result, lse, queries, k_cache, v_cache, block_tables, None, work, q_len=q_len, max_items=items, **how
     )
     if not is_result:
-        out.copy_(result.float() * last_scale if isinstance(last_scale, Tensor) else result)
+        out.copy_(result * last_scale if isinstance(last_scale, Tensor) else result)
     return (out, lse) if return_lse and lse is not None else out
 
 
@@ -254,15 +256,3 @@ def _results(
         lse = torch.empty(shape[:2], dtype=torch.float32, device=query.device)
     check_result("lse", lse, shape[:2], (torch.float32,), query.device)
     return out, lse
-
-
-def _sinks_of(sinks: Tensor | list[Tensor] | None, heads: int, device: torch.device) -> Tensor | None:
-    """Return the sinks as the kernels take them; the original's list has one tensor."""
-    if isinstance(sinks, list | tuple) and len(sinks) == 1:
-        (sinks,) = sinks
-    if sinks is None:
-        return None
-    require_tensors(device, sinks=sinks)  # type: ignore[arg-type]
-    assert isinstance(sinks, Tensor)
-    require_fit("sinks", sinks, (heads,), *OUT_DTYPES)
-    return sinks.float().contiguous()
