@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from graphdecode.cache.ledger import prefix_root
+from graphdecode.distributed import RankError
 from graphdecode.engine.adapters import EngineAdapters
 from graphdecode.engine.constraint import AtLeast, Constrain, Constraint, ConstraintError
 from graphdecode.engine.loop import EngineLoop
@@ -221,23 +222,29 @@ class Engine:
                 raise
             self._broken = None
 
-    def _fail_all(self, why: Exception | str) -> None:
+    def _fail_all(self, why: Exception | str, *, spares_waiting: bool = False) -> None:
+        """End all requests with an error, or all that have a row."""
         error = why if isinstance(why, str) else f"the engine's step failed: {type(why).__name__}: {why}"
-        self._inbox.clear()
-        events = self.loop.reset()
+        failed = dict(self._sequences)
+        if spares_waiting:
+            failed = {each.request_id: each for each in self.scheduler.admitted if each.request_id in failed}
+        else:
+            self._inbox.clear()
+        events = self.loop.reset(keeps_waiting=spares_waiting)
         ended = {event.request_id for event in events if event.finish_reason is not None} | set(self._finished_ids)
-        for request_id, sequence in list(self._sequences.items()):
+        for request_id, sequence in failed.items():
             sequence.finish_reason = sequence.finish_reason or "error"
             if request_id not in ended:
                 events.append(Event(request_id, [], None, "error", None, sequence.metrics, error))
-        self.loop.ended = list(self._sequences)
+        self.loop.ended += failed
         self._undelivered += events
         self._broken = None
 
     def step(self) -> list[Event]:
         """Run one step for all requests: at most one prefill and one launch; return the events.
 
-        A step that raises fails all requests: the next step returns their events. Later requests are served.
+        What one request alone raises ends that request. A step that raises otherwise fails all requests that have a
+        row, or all if it failed before they were chosen: the next step returns their events. Others are served.
         """
         with self._stepping:
             self._check_open()
@@ -250,7 +257,8 @@ class Engine:
             try:
                 events = self.loop.step()
             except Exception as error:
-                self._fail_all(error)
+                is_of_rows = self.loop.spares_waiting and bool(self.scheduler.admitted)
+                self._fail_all(error, spares_waiting=is_of_rows and not isinstance(error, RankError))
                 raise
             self._broken = None
             if self._undelivered or self._has_aborted:

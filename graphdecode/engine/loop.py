@@ -2,28 +2,29 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import sys
 import time
 from collections import defaultdict, deque
-from collections.abc import Collection
-from collections.abc import Sequence as SequenceOf
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from graphdecode.buckets import StepShape
 from graphdecode.cache import CacheFullError
-from graphdecode.engine.constraint import ConstraintError
+from graphdecode.distributed import RankError
 from graphdecode.engine.metrics import EngineStats
 from graphdecode.engine.pace import ChunkBudget, DraftPace
 from graphdecode.engine.prompts import PromptChunk
 from graphdecode.engine.request import Event, TokenLogprobs
 from graphdecode.engine.runner import Launch, LaunchPlan, Runner
-from graphdecode.engine.scheduler import Scheduler, Sequence
+from graphdecode.engine.scheduler import Scheduler, Sequence, SequenceError
 from graphdecode.engine.steps import ENDED_BEFORE, StepLogprobs, StepTokens
 from graphdecode.kernels.sampling.sampling_slots import WITHOUT_NUMBERS
 
+log = logging.getLogger(__name__)
 _Constrained = dict[type[Any], list[tuple[int, Sequence]]]  # class of constraint -> rows with their sequences
 
 
@@ -47,6 +48,7 @@ class EngineLoop:
     Attributes:
         mask_thread_seconds: on a CPU, masks that take less are filled before the step instead of in another thread.
         ended: ids of requests that have ended; the engine empties it.
+        spares_waiting: whether an error of the running step has nothing to do with sequences that wait.
         pace: chooses how many drafts a launch verifies; None without speculation.
     """
 
@@ -73,6 +75,7 @@ class EngineLoop:
         self._since = 0.0  # when their computation began
         self._events: list[Event] = []
         self.ended: list[int] = []
+        self.spares_waiting = False
         drafting = runner.step.drafting
         self.pace = None
         if drafting is not None:
@@ -98,8 +101,10 @@ class EngineLoop:
     def step(self) -> list[Event]:
         """Run at most one prefill and one launch, and read one earlier launch."""
         self._since, self._prefilled = time.perf_counter(), 0
+        self.spares_waiting = False
         if self.scheduler.waiting or self.scheduler.prefilling:
             self._schedule_prompts()
+        self.spares_waiting = True
         goes_on = bool(self.scheduler.decoding) and self._needs_launch()
         plan = self._plan_launch() if goes_on else None
         if plan is not None:
@@ -120,43 +125,92 @@ class EngineLoop:
         events, self._events = self._events, []
         return events
 
-    def reset(self) -> list[Event]:
-        """Drop all sequences, in whatever state a failed step left them; return the pending events."""
+    def reset(self, *, keeps_waiting: bool = False) -> list[Event]:
+        """Drop all sequences, or all that have a row, in whatever state a failed step left them.
+
+        Returns the pending events.
+        """
         self._in_flight.clear()
         self._staged, self._to_prefill, self._mixed, self._repeated = [], [], [], None
-        self.scheduler.reset()
+        self.scheduler.reset(keeps_waiting=keeps_waiting)
         events, self._events = self._events, []
         return events
 
     def _schedule_prompts(self) -> None:
         """Choose the prompt chunks of this step; prefill them now if no mixed step can take them."""
-        chunks = self.scheduler.next_chunks(self._budget.tokens(others_wait=bool(self.scheduler.decoding)))
+        chunks = self._next_chunks(self._budget.tokens(others_wait=bool(self.scheduler.decoding)))
+        self.spares_waiting = True
         self._to_prefill = chunks
         self._prefilled = sum(len(chunk.token_ids) for _, chunk in chunks)
         self.stats.prefilled_tokens += self._prefilled
         saves_last = self.scheduler.saves_last
         is_alone = any(chunk.scored or each.is_full or saves_last(each, chunk) for each, chunk in chunks)
         if is_alone or not self.runner.graphs.can_mix(1, self._prefilled):
-            for (sequence, chunk), found in zip(chunks, self._prefill(), strict=True):
-                if found is not None:
-                    indices = range(len(chunk.token_ids))
-                    entries = [_token_logprobs(found, index, chunk.num_logprobs) for index in indices]
-                    sequence.prompt_logprobs[chunk.start :] = entries[: sequence.prompt_length - 1 - chunk.start]
+            self._prefill()
+            chunks = [(sequence, chunk) for sequence, chunk in chunks if not sequence.finished]
         for sequence in self.scheduler.prefilled(chunks):  # no token was to be generated
             sequence.finish_reason = "length"
             unknown = any(math.isnan(entry.sampled) for entry in sequence.prompt_logprobs)
             self._emit(sequence, [], None, sequence.fail(WITHOUT_NUMBERS) if unknown else None)
 
-    def _prefill(self) -> SequenceOf[StepLogprobs | None]:
+    def _next_chunks(self, budget: int) -> list[tuple[Sequence, PromptChunk]]:
+        while True:
+            try:
+                return self.scheduler.next_chunks(budget)
+            except SequenceError as error:
+                self._fail(error.sequence, error.reason)
+
+    def _prefill(self) -> None:
+        """Run the chunks of this step in one pass; if it raises, end the sequences whose chunks do so alone."""
         to_prefill, self._to_prefill = self._to_prefill, []
         if not to_prefill:
-            return []
+            return
+        try:
+            self._run_chunks(to_prefill)
+        except Exception as error:
+            if not self.runner.may_repeat:
+                raise
+            # a second pass would advance recurrent states twice
+            has_states = any(kept is not None and kept.shapes for kept in self.runner.model.config.recurrent)
+            alone = None if has_states else lambda index: self._run_chunks([to_prefill[index]])
+            self._fail_some([sequence for sequence, _ in to_prefill], alone, error)
+
+    def _run_chunks(self, to_prefill: list[tuple[Sequence, PromptChunk]]) -> None:
         began, chunks = time.perf_counter(), [chunk for _, chunk in to_prefill]
         self.runner.stage(chunks=chunks)
         found = self.runner.launch(LaunchPlan.of_chunks(chunks)).scores
         self.scheduler.save_states(to_prefill)
+        for (sequence, chunk), scores in zip(to_prefill, found, strict=True):
+            if scores is not None:
+                entries = [_token_logprobs(scores, index, chunk.num_logprobs) for index in range(len(chunk.token_ids))]
+                sequence.prompt_logprobs[chunk.start :] = entries[: sequence.prompt_length - 1 - chunk.start]
         self.stats.prefill_seconds += time.perf_counter() - began
-        return found
+
+    def _fail_some(self, sequences: list[Sequence], alone: Callable[[int], object] | None, error: Exception) -> bool:
+        """End the sequences for which `alone` raises, given their index, and return whether there are any.
+
+        None, or only one sequence: `error` is that of all. It is raised if it is that of another rank.
+        """
+        if isinstance(error, RankError):  # other ranks have not run the same
+            raise error
+        failed: list[tuple[Sequence, Exception]] = []
+        if alone is None or len(sequences) == 1:
+            failed = [(sequence, error) for sequence in sequences]
+        else:
+            for index, sequence in enumerate(sequences):
+                try:
+                    alone(index)
+                except Exception as own:
+                    failed.append((sequence, own))
+        for sequence, why in failed:
+            self._fail(sequence, why)
+        return bool(failed)
+
+    def _fail(self, sequence: Sequence, why: Exception) -> None:
+        """End one sequence with an error."""
+        log.warning("request %d failed", sequence.request_id, exc_info=why)
+        sequence.prompt_reported = True  # what is there may be a part
+        self._emit(sequence, [], None, sequence.fail(why))
 
     def _needs_launch(self) -> bool:
         """Whether any row needs more tokens than the launches in flight produce."""
@@ -172,9 +226,7 @@ class EngineLoop:
         is_steady = self.scheduler.decoding == self._staged
         has_masked_rows = bool(self._masked_rows)
         if not is_steady:
-            has_masked_rows = any(
-                s.constraint is not None and s.constraint.guide is None for s in self.scheduler.decoding
-            )
+            has_masked_rows = any(map(_may_be_masked, self.scheduler.decoding))
         num_steps = 1 if has_masked_rows else self.runner.steps_per_launch
         widest = 1 if self.pace is None else self.pace.widths[-1]
         room, pages_changed = self._reserve_pages(num_steps * widest, is_steady)
@@ -201,6 +253,8 @@ class EngineLoop:
                 self.runner.stage(chunks=chunks)
                 return LaunchPlan.of_chunks(chunks, len(self._staged), has_adapters=self._has_adapters)
             self._prefill()
+            if self.scheduler.decoding != self._staged:  # one has failed
+                return self._plan_launch()
         part = "logits" if in_halves else "whole"
         shape = StepShape(len(self._staged), queries, part=part, has_adapters=self._has_adapters)
         plan = LaunchPlan(shape, min(num_steps, room // queries))
@@ -226,7 +280,16 @@ class EngineLoop:
         fresh = [row for row, sequence in enumerate(rows) if not sequence.num_generated]  # filled by `Engine.add`
         for row, mask in _masks(_constrained(rows, fresh)).items():
             np.copyto(rows[row].sampling.token_mask, mask)  # type: ignore[arg-type]
-        self.runner.stage([sequence.row_inputs(self.scheduler.memory_of(sequence)) for sequence in rows])
+
+        def stage(rows: list[Sequence]) -> None:
+            self.runner.stage([sequence.row_inputs(self.scheduler.memory_of(sequence)) for sequence in rows])
+
+        try:
+            stage(rows)
+        except Exception as error:
+            if not self._fail_some(rows, lambda row: stage([rows[row]]), error):
+                raise
+            return self._stage(list(self.scheduler.decoding))
         self._staged, self._has_adapters = rows, any(sequence.adapter is not None for sequence in rows)
         self._masked_rows = _constrained(rows, self.runner.step.guided_rows)
         self._logprobs = max((s.params.logprobs for s in rows if s.params.logprobs is not None), default=None)
@@ -290,7 +353,10 @@ class EngineLoop:
         kept = 0
         for row, sequence in enumerate(batch.sequences):
             if sequence.finish_reason is None:
-                kept += self._accept(sequence, row, steps)
+                try:
+                    kept += self._accept(sequence, row, steps)
+                except Exception as error:
+                    self._fail_some([sequence], None, error)
                 if queries > 1:  # the draft model has not seen the last draft
                     sequence.drafted_length = sequence.cached_length - 1
         self.stats.generated_tokens += kept
@@ -338,7 +404,7 @@ class EngineLoop:
                 break
             try:
                 sequence.accept(token)
-            except ConstraintError as failure:
+            except Exception as failure:
                 error = sequence.fail(failure)
                 break
             accepted.append(token)
@@ -374,6 +440,13 @@ class EngineLoop:
         self._events.append(Event(sequence.request_id, tokens, logprobs, *outcome, sequence.error_code))
 
 
+def _may_be_masked(sequence: Sequence) -> bool:
+    try:
+        return sequence.constraint is not None and sequence.constraint.guide is None
+    except Exception:  # raised once more when its row is staged
+        return True
+
+
 def _constrained(rows: list[Sequence], without: Collection[int] = ()) -> _Constrained:
     found: _Constrained = defaultdict(list)
     for row, sequence in enumerate(rows):
@@ -386,13 +459,25 @@ def _masks(constrained: _Constrained) -> dict[int, np.ndarray]:
     """Return the token mask of each row; a constraint that fails ends its row when the step is read."""
     masks: dict[int, np.ndarray] = {}
     for kind, rows in constrained.items():
-        found = kind.fill_all([sequence.constraint for _, sequence in rows], [s.stop_ids for _, s in rows])
+        found = _fill_all(kind, [sequence for _, sequence in rows])
         for (row, sequence), mask in zip(rows, found, strict=True):
-            if isinstance(mask, ConstraintError):
+            if isinstance(mask, Exception):
                 sequence.failure = mask
             else:
                 masks[row] = mask
     return masks
+
+
+def _fill_all(kind: type[Any], sequences: list[Sequence]) -> list[np.ndarray | Exception]:
+    """Return the masks of sequences, or what their constraints raise."""
+    try:
+        return [*kind.fill_all([s.constraint for s in sequences], [s.stop_ids for s in sequences])]
+    except Exception as error:
+        if len(sequences) == 1:
+            return [error]
+        # valid until the next call
+        alone = (_fill_all(kind, [sequence])[0] for sequence in sequences)
+        return [mask if isinstance(mask, Exception) else mask.copy() for mask in alone]
 
 
 def _token_logprobs(step: StepLogprobs, row: int, wanted: int) -> TokenLogprobs:

@@ -56,6 +56,8 @@ class LeadingRunner(Runner):
     failure fails the whole group. With `ends_ranks` the other ranks end with this runner.
     """
 
+    may_repeat = False
+
     def __init__(self, *arguments: Any, leader: Leader, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
         self.ranks, self.ends_ranks = leader, True

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from numbers import Integral
+from numbers import Integral, Real
 from typing import Any, NamedTuple
 
 from graphdecode.config.sampling_params import SamplingParams
@@ -92,6 +93,12 @@ class RequestRules:
         params = request.sampling_params
         self.check_sampling(params, request.bad_words_token_ids, is_structured=request.grammar is not None)
         self.check_prompt(request.prompt_token_ids, params.max_tokens)
+        priority: Any = request.priority
+        start_tag: Any = request.start_tag
+        if not isinstance(priority, Integral) or isinstance(priority, bool):
+            raise RequestError(f"priority must be an integer, got {shown(priority)}")
+        if not isinstance(start_tag, Real) or not math.isfinite(start_tag):
+            raise RequestError(f"start_tag must be a finite number, got {shown(start_tag)}")
 
     def check_prompt(self, tokens: Sequence[int], max_tokens: int | None) -> None:
         """Refuse a prompt that can never be served, with `max_tokens` to generate; see `check`."""

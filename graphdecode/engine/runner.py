@@ -114,7 +114,10 @@ class Runner:
         prompts: prefill passes, with their slots.
         reload: loads new values of the weights, in the same layout; None: the model was not loaded by name.
         reserved: the memory of weights and cache, by tag, if it can be unmapped; else empty.
+        may_repeat: whether passes can go on after one that raised; with ranks, others may be in the middle of it.
     """
+
+    may_repeat = True
 
     reload: Reload | None = None
 

@@ -11,6 +11,7 @@ from operator import attrgetter
 
 from graphdecode.cache import CacheFullError, PagedKVCache
 from graphdecode.config.sampling_params import SamplingParams
+from graphdecode.distributed import RankError
 from graphdecode.engine.adapters import EngineAdapters, LoadedAdapter
 from graphdecode.engine.constraint import Constraint, ConstraintError
 from graphdecode.engine.metrics import RequestMetrics
@@ -51,7 +52,7 @@ class Sequence:
     stop_reason: int | None = None  # the request's stop token that ended it
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # from the second prompt token on, so far
     prompt_reported: bool = False  # whether an event has carried `prompt_logprobs`
-    failure: ConstraintError | None = None  # why the constraint cannot be followed further; ends the output
+    failure: Exception | None = None  # why it cannot go on, such as its constraint's; ends the output
     error_code: str | None = None  # see `Event.error_code`
     is_complete: bool = False  # whether the constraint ended the output by a token of text
 
@@ -97,14 +98,19 @@ class Sequence:
         elif len(tokens) >= self.max_length:
             self.finish_reason = "length"
 
-    def fail(self, why: int | ConstraintError) -> str:
-        """End the output because no token can be sampled (NO_CHOICE, or the constraint); return the message."""
+    def fail(self, why: int | Exception) -> str:
+        """End the output because no token can be sampled (NO_CHOICE, or the constraint), or of an error.
+
+        Returns the message.
+        """
         self.finish_reason = "error"
         if self.constraint is not None and why == WITHOUT_FINITE:
             why = ConstraintError("its grammar cannot be followed further: bad_words forbid all")
         if isinstance(why, ConstraintError):
             self.error_code = "form_too_complex"
             return f"request {self.request_id} was ended: {why}"
+        if isinstance(why, Exception):
+            return f"request {self.request_id} was ended: {type(why).__name__}: {why}"
         return (
             f"request {self.request_id} was ended: no token can be chosen at position {len(self.token_ids)} "
             f"(temperature {self.params.temperature:g}): {NO_CHOICE[why]}"
@@ -115,6 +121,14 @@ class Sequence:
         may_draft = self.constraint is None
         guide = None if self.constraint is None else self.constraint.guide
         return RowInputs(self.token_ids, self.prompt_length, memory, self.sampling, may_draft, guide)
+
+
+class SequenceError(Exception):
+    """What scheduling one sequence raised."""
+
+    def __init__(self, sequence: Sequence, reason: Exception) -> None:
+        super().__init__(str(reason))
+        self.sequence, self.reason = sequence, reason
 
 
 class Scheduler:
@@ -142,7 +156,11 @@ class Scheduler:
         insort(self.waiting, sequence, key=_SERVICE_ORDER)
 
     def next_chunks(self, budget: int) -> list[tuple[Sequence, PromptChunk]]:
-        """Return the chunks to prefill now, at most `budget` tokens; admit sequences while rows and pages last."""
+        """Return the chunks to prefill now, at most `budget` tokens; admit sequences while rows and pages last.
+
+        Raises:
+            SequenceError: the adapter of one cannot be written; without that sequence, the same call goes on.
+        """
         chunks: list[tuple[Sequence, PromptChunk]] = []
         for sequence in self.prefilling:
             budget -= self._take_chunk(sequence, budget, chunks)
@@ -150,7 +168,7 @@ class Scheduler:
         while place < len(self.waiting) and budget > 0 and len(self.admitted) < self.max_batch_size:
             candidate = self.waiting[place]
             if candidate.adapter is not None:
-                slot = None if slots_are_full else self.adapters.acquire(candidate.adapter)
+                slot = None if slots_are_full else self._acquire(candidate, candidate.adapter)
                 if slot is None:  # requests without an adapter may pass; others would take the slot from this one
                     slots_are_full, place = True, place + 1
                     continue
@@ -161,6 +179,14 @@ class Scheduler:
             del self.waiting[place]
             budget -= self._take_chunk(candidate, budget, chunks)
         return chunks
+
+    def _acquire(self, sequence: Sequence, adapter: LoadedAdapter) -> int | None:
+        try:
+            return self.adapters.acquire(adapter)
+        except RankError:
+            raise
+        except Exception as error:
+            raise SequenceError(sequence, error) from error
 
     def _take_chunk(self, sequence: Sequence, budget: int, chunks: list[tuple[Sequence, PromptChunk]]) -> int:
         start, tokens, border = sequence.cached_length, sequence.token_ids, self.cache.checkpoint_tokens
@@ -321,10 +347,11 @@ class Scheduler:
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
 
-    def reset(self) -> None:
-        """Remove all sequences and empty the cache, in whatever state both are."""
+    def reset(self, *, keeps_waiting: bool = False) -> None:
+        """Remove all sequences, or all that have a row, and empty the cache, in whatever state both are."""
         self.adapters.reset()
-        self.waiting.clear()
+        if not keeps_waiting:
+            self.waiting.clear()
         self.prefilling, self.decoding = [], []
         self.cache.reset()
 

@@ -199,7 +199,7 @@ def adapted(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPath
     def of(name: str) -> Adapted:
         if name not in made:
             folder = tmp_path_factory.mktemp(name)
-            base = save_random(ADOPTED[name](TINY), folder / "base") if name in MODULES else checkpoint(name)
+            base = save_random(ADOPTED[name](TINY), folder / "base") if name in ADOPTED else checkpoint(name)
             made[name] = Adapted(base, folder)
         return made[name]
 
@@ -323,13 +323,15 @@ def test_every_kind_of_step_takes_adapters(adapted, options):
             assert tokens == of_model.wanted(request, prompt, 8), request
 
 
-@pytest.mark.parametrize("name", ["qwen3-tied", "gemma3", "mixtral", "gpt-oss"])
+@pytest.mark.parametrize("name", ["qwen3-tied", "gemma3", "mixtral", "gpt-oss", "stablelm", "cohere", "exaone4"])
 def test_prompt_log_probabilities_are_those_of_merged_weights(adapted, name):
     of_model = adapted(name)
     params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, ignore_eos=True)
+    requests = drawn_requests(of_model, 5)
     with make(of_model) as llm:
-        for request, prompt in drawn_requests(of_model, 5):
-            output = llm.generate([prompt], params, use_tqdm=False, lora_request=request)[0]
+        prompts, adapters = [prompt for _, prompt in requests], [request for request, _ in requests]
+        outputs = llm.generate(prompts, params, use_tqdm=False, lora_request=adapters)
+        for (request, prompt), output in zip(requests, outputs, strict=True):
             found = [next(iter(each.values())).logprob for each in output.prompt_logprobs[1:]]
             with torch.no_grad():
                 logits = of_model.models[request and request.lora_name](torch.tensor([prompt])).logits[0, :-1]

@@ -156,6 +156,11 @@ class _Pass(NamedTuple):
     attend: Attend
 
 
+class _Passed(NamedTuple):
+    output: Any  # of the module's body
+    span: AdapterSpan | None  # its tokens, if any may have adapters
+
+
 class ModuleDecoder(Model):
     """A causal decoder that transformers wrote; see `Model`."""
 
@@ -212,13 +217,16 @@ class ModuleDecoder(Model):
     def prefill(
         self, chunks: Chunks, caches: Sequence[LayerState], attention: TokenByTokenAttention | None = None
     ) -> Any:
-        """Append the keys and values of tokens, and return the output of the module's body; see `Model.prefill`."""
+        """Append the keys and values of tokens, and return what `logits` takes; see `Model.prefill`."""
+        step = _Pass(tokens_of(chunks), caches, attend_chunks(chunks, attention))
         with torch.no_grad():
-            return self._run(self._body, _Pass(tokens_of(chunks), caches, attend_chunks(chunks, attention)))
+            return _Passed(self._run(self._body, step), step.tokens.adapter_span(0))
 
     def logits(self, passed: Any, begin: int, end: int) -> Tensor:
         """Return the logits of some tokens of a prefill: the module's, with its body replaced; see `Model.logits`."""
-        part = type(passed)(**{**passed, "last_hidden_state": passed.last_hidden_state[:, begin:end]})
+        output, span = passed.output, None if passed.span is None else passed.span.narrow(begin, end)
+        part = type(output)(**{**output, "last_hidden_state": output.last_hidden_state[:, begin:end]})
+        self._spans[:] = [] if span is None else [span]
         body = self._body
         body.forward = lambda *_, **__: part
         try:
