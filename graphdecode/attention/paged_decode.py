@@ -51,8 +51,8 @@ def new_split_plan(
     """Return a plan of at most `items` work items, and the workspace of `q_len` queries a row."""
     splits = items if device.type == "cuda" else 1  # nothing is split on a CPU
     ints, floats = (partial(torch.zeros, dtype=dtype, device=device) for dtype in (torch.int32, torch.float32))
-    queries = (q_len, num_qo_heads)
-    workspace = (floats(splits, *queries, head_dim_v), floats(splits, *queries), ints(rows * q_len * num_qo_heads))
+    sizes = (splits, q_len, num_qo_heads)
+    workspace = (floats(*sizes, head_dim_v), floats(*sizes, 2), ints(rows * q_len * num_qo_heads))
     return SplitPlan(ints(rows), ints(plan_size(items)), *workspace)
 
 

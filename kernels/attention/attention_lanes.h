@@ -25,7 +25,7 @@ typedef uint16_t factor;
 typedef float factor;
 #endif
 #if IN_PAIRS || LANES == 16
-#define UNIT LOG2_OF_E /* of logits, and of their powers */
+#define UNIT LOG2_OF_E /* of the exponents of powers */
 #define power_of exp2_lanes
 #define power_to exp2f
 #else
@@ -33,6 +33,16 @@ typedef float factor;
 #define power_of exp_lanes
 #define power_to expf
 #endif
+/* Weights of logits beside `reference`. What a power's exponent leaves behind whole ones is small only if it was rounded before
+ * it is taken apart. */
+INLINE vec weights_of(vec logits, vec reference, float unit) {
+    vec exponent = (logits - reference) * unit;
+#if LANES == 16
+    __asm__("" : "+v"(exponent));
+#endif
+    return power_of(exponent);
+}
+
 #define KEY_ROWS 32 /* keys whose logits become weights together */
 #define OF_WORD ((int64_t)(4 / sizeof(factor)))  /* factors in a word */
 #define OF_VECTOR (OF_WORD * LANES)              /* and in a vector */
@@ -45,7 +55,7 @@ static int64_t width_of_head(int64_t dim) { return IN_PAIRS ? (dim + KEY_ROWS - 
 struct query_lanes {
     factor *q;              /* [count / QUERY_LANES][width / OF_WORD][QUERY_LANES][OF_WORD] */
     float *sums;            /* [count / QUERY_LANES][width][QUERY_LANES] */
-    float *largest, *total; /* of the logits times UNIT, about, and of their powers */
+    float *largest, *total; /* of the logits, as they are kept, about, and of their powers */
     int64_t count, dim, width;
     int64_t position, group; /* of the first query's token; queries of one token */
     struct logits logits;
@@ -185,8 +195,8 @@ APART void lane_logits(float *logits, const struct query_lanes *queries, const s
              queries->count - from);
 }
 
-/* Scale the logits of LANES queries, from the `from`th on, with KEY_ROWS keys of a block of `count` that begins at `first`;
- * -inf is what a query does not see. */
+/* Change the logits of LANES queries, from the `from`th on, with KEY_ROWS keys of a block of `count` that begins at `first`,
+ * where they are changed; -inf is what a query does not see. */
 static void mask_lanes(float *logits, const struct query_lanes *queries, const struct block_room *room, int64_t from,
                        int64_t part, int64_t first, int64_t count) {
     ivec ends, begins;
@@ -202,7 +212,7 @@ static void mask_lanes(float *logits, const struct query_lanes *queries, const s
         ivec seen = (ends >= key) & (begins <= key);
         vec v = load_f32(logits + n * QUERY_LANES);
         if (room->key_scales) v *= room->key_scales[key];
-        v = logits_from(v, of, UNIT);
+        if (are_changed(of)) v = logits_from(v, of);
         store_f32(logits + n * QUERY_LANES, (vec)((seen & (ivec)v) | (~seen & (ivec)splat(-INFINITY))));
     }
 }
@@ -241,8 +251,9 @@ INLINE vec store_weights(factor *at, vec even, vec odd) {
 
 /* Let lanes' powers refer to `reference` instead of what they did: so do `weights`, of `keys` keys, which have become small,
  * and what was summed before. */
-static void refer_to(vec reference, factor *weights, int64_t keys, float *sums, float *largest, vec *total, int64_t width) {
-    vec shrink = power_of(load_f32(largest) - reference), even, odd;
+static void refer_to(vec reference, float unit, factor *weights, int64_t keys, float *sums, float *largest, vec *total,
+                     int64_t width) {
+    vec shrink = weights_of(load_f32(largest), reference, unit), even, odd;
     for (int64_t i = 0; i < width; i++) store_f32(sums + i * QUERY_LANES, load_f32(sums + i * QUERY_LANES) * shrink);
     for (int64_t k = 0; k < keys; k += 2) {
         load_weights(weights + k * QUERY_LANES, &even, &odd);
@@ -252,13 +263,13 @@ static void refer_to(vec reference, factor *weights, int64_t keys, float *sums, 
     *total *= shrink;
 }
 
-/* Turn the logits of LANES queries with KEY_ROWS keys, once multiplied with `scale`, into weights; return their sums. */
-INLINE vec weigh_rows(factor *weights, const float *logits, const float *value_scales, float scale, vec reference) {
+/* Turn the logits of LANES queries with KEY_ROWS keys into weights; return their sums. */
+INLINE vec weigh_rows(factor *weights, const float *logits, const float *value_scales, float unit, vec reference) {
     vec sum = splat(0.0f);
 #pragma GCC unroll 2
     for (int64_t n = 0; n < KEY_ROWS; n += 2) {
-        vec even = power_of(load_f32(logits + n * QUERY_LANES) * scale - reference);
-        vec odd = power_of(load_f32(logits + (n + 1) * QUERY_LANES) * scale - reference);
+        vec even = weights_of(load_f32(logits + n * QUERY_LANES), reference, unit);
+        vec odd = weights_of(load_f32(logits + (n + 1) * QUERY_LANES), reference, unit);
         factor *at = weights + n * QUERY_LANES;
         if (!value_scales) {
             sum += store_weights(at, even, odd); /* what is rounded off cancels out */
@@ -272,23 +283,23 @@ INLINE vec weigh_rows(factor *weights, const float *logits, const float *value_s
 
 /* Do so with a part of the keys, behind those of parts before. Powers refer to about the largest logit so far, each lane's
  * own: to one that none is far above, as the sums tell. */
-INLINE void weigh_lanes(factor *weights, int64_t part, const float *logits, const float *value_scales, float scale,
+INLINE void weigh_lanes(factor *weights, int64_t part, const float *logits, const float *value_scales, float unit,
                         float *sums, float *largest, float *total, int64_t width) {
     factor *to = weights + part * KEY_ROWS * QUERY_LANES;
     vec reference = load_f32(largest), before = load_f32(total);
     if (value_scales) value_scales += part * KEY_ROWS;
-    vec sum = weigh_rows(to, logits, value_scales, scale, reference);
+    vec sum = weigh_rows(to, logits, value_scales, unit, reference);
     ivec more = sum > MOST_SUM;
     if (any_lane(more)) {
-        vec top = greatest_in_lanes(logits) * scale;
+        vec top = greatest_in_lanes(logits);
         reference = (vec)((more & (ivec)top) | (~more & (ivec)reference));
-        refer_to(reference, weights, part * KEY_ROWS, sums, largest, &before, width);
-        sum = weigh_rows(to, logits, value_scales, scale, reference);
+        refer_to(reference, unit, weights, part * KEY_ROWS, sums, largest, &before, width);
+        sum = weigh_rows(to, logits, value_scales, unit, reference);
     }
     store_f32(total, before + sum);
 }
 
-/* Whether all of a panel's queries see all of a part of the keys, whose logits are nothing but scaled. */
+/* Whether all of a panel's queries see all of a part of the keys, whose logits stay products. */
 static int are_plain(const struct query_lanes *queries, const struct block_room *room, int64_t from, int64_t part,
                      int64_t first, int64_t count) {
     int64_t last = least_of(from + QUERY_LANES, queries->count) - 1, behind = (part + 1) * KEY_ROWS;
@@ -304,13 +315,13 @@ static void weigh_part(const struct query_lanes *queries, const struct block_roo
                        int64_t from, int64_t half, int64_t part, int64_t first, int64_t count) {
     int64_t width = queries->width;
     float *sums = queries->sums + from * width + half, *largest = queries->largest + from + half;
-    float *total = queries->total + from + half, scale = 1.0f;
+    float *total = queries->total + from + half, unit = unit_of(queries->logits, UNIT);
     if (from + half >= queries->count) return;
     logits += half, weights += OF_WORD * half;
-    if (are_plain(queries, room, from, part, first, count)) scale = queries->logits.scale * UNIT;
-    else mask_lanes(logits, queries, room, from + half, part, first, count);
-    if (room->value_scales) weigh_lanes(weights, part, logits, room->value_scales, scale, sums, largest, total, width);
-    else weigh_lanes(weights, part, logits, 0, scale, sums, largest, total, width);
+    if (!are_plain(queries, room, from, part, first, count))
+        mask_lanes(logits, queries, room, from + half, part, first, count);
+    if (room->value_scales) weigh_lanes(weights, part, logits, room->value_scales, unit, sums, largest, total, width);
+    else weigh_lanes(weights, part, logits, 0, unit, sums, largest, total, width);
 }
 
 #if IN_PAIRS && !defined(WITH_SQUARES)
@@ -318,7 +329,7 @@ static void weigh_part(const struct query_lanes *queries, const struct block_roo
 /* Multiply the next ROWS_OF_PANEL keys with a panel of queries, and weigh those before, whose logits they replace:
  * instructions of both alternate, for weights take other units than products. Either may be left out, by a constant. */
 INLINE void weigh_ahead(const int multiplies, const int weighs, float *logits, const factor *keys, const factor *panel,
-                        int64_t width, factor *weights, float scale, const vec *references, vec *added) {
+                        int64_t width, factor *weights, float unit, const vec *references, vec *added) {
     panel_sums sums[ROWS_OF_PANEL] = {0};
     const float *at = logits;
     for (int64_t i = 0, due = 0; i < width; i += FEATURES_AT_ONCE) {
@@ -330,8 +341,8 @@ INLINE void weigh_ahead(const int multiplies, const int weighs, float *logits, c
         for (; weighs && due >= width; due -= width, at += 2 * PANEL, weights += 2 * PANEL)
 #pragma GCC unroll 8
             for (int v = 0; v < VECTORS; v++) {
-                vec even = power_of(load_f32(at + v * LANES) * scale - references[v]);
-                vec odd = power_of(load_f32(at + PANEL + v * LANES) * scale - references[v]);
+                vec even = weights_of(load_f32(at + v * LANES), references[v], unit);
+                vec odd = weights_of(load_f32(at + PANEL + v * LANES), references[v], unit);
                 added[v] += store_weights(weights + 2 * v * LANES, even, odd);
             }
     }
@@ -348,7 +359,7 @@ APART int64_t weigh_at_once(const struct query_lanes *queries, const struct bloc
                             int64_t part, int64_t first, int64_t count) {
     int64_t width = queries->width, groups = KEY_ROWS / ROWS_OF_PANEL, behind = part;
     const factor *keys = room->keys + part * KEY_ROWS * width, *panel = queries->q + from * width;
-    float scale = queries->logits.scale * UNIT;
+    float unit = unit_of(queries->logits, UNIT);
     vec references[VECTORS], totals[VECTORS], added[VECTORS] = {0};
     ivec more = {0};
     for (int v = 0; v < VECTORS; v++) {
@@ -358,12 +369,12 @@ APART int64_t weigh_at_once(const struct query_lanes *queries, const struct bloc
     while (are_plain(queries, room, from, behind, first, count)) behind++;
     if (behind == part || any_lane(more) || queries->count - from <= LANES) return part;
     weights += part * KEY_ROWS * PANEL;
-    weigh_ahead(1, 0, room->logits, keys, panel, width, weights, scale, references, added);
+    weigh_ahead(1, 0, room->logits, keys, panel, width, weights, unit, references, added);
     for (int64_t group = 1; group <= (behind - part) * groups; group++, weights += ROWS_OF_PANEL * PANEL) {
         keys += ROWS_OF_PANEL * width;
         if (group < (behind - part) * groups)
-            weigh_ahead(1, 1, room->logits, keys, panel, width, weights, scale, references, added);
-        else weigh_ahead(0, 1, room->logits, keys, panel, width, weights, scale, references, added);
+            weigh_ahead(1, 1, room->logits, keys, panel, width, weights, unit, references, added);
+        else weigh_ahead(0, 1, room->logits, keys, panel, width, weights, unit, references, added);
         for (int v = 0; group % groups == 0 && v < VECTORS; v++) {
             more |= added[v] > MOST_SUM;
             totals[v] += added[v], added[v] = splat(0.0f);
@@ -457,7 +468,7 @@ static void bring_queries(const struct query_lanes *to, const element *q, int64_
         }
     memset(to->sums, 0, padded * width * sizeof *to->sums);
     for (int64_t r = 0; r < padded; r++) {
-        to->largest[r] = sinks ? sinks[r % group] * UNIT : LEAST_LOGIT;
+        to->largest[r] = sinks ? kept_sink(sinks[r % group], to->logits) : LEAST_LOGIT;
         to->total[r] = sinks ? 1.0f : 0.0f; /* e^(sink - sink), as if it were a key */
     }
 }

@@ -33,12 +33,19 @@ INLINE int64_t window_at(struct logits of, int64_t position) {
 /* Whether logits are something else than a positive multiple of the products. */
 INLINE int are_changed(struct logits of) { return of.cap > 0.0f || of.scale <= 0.0f; }
 
-/* Logits times `unit`: scale * products, or cap * tanh(scale * products / cap), where tanh(x) = 1 - 2 / (e^2x + 1). */
-INLINE vec logits_from(vec products, struct logits of, float unit) {
-    if (of.cap > 0.0f)
-        return (of.cap - 2.0f * of.cap / (exp_lanes(products * (2.0f * of.scale / of.cap)) + 1.0f)) * unit;
-    return products * (of.scale * unit);
+/* Changed logits: scale * products, or cap * tanh(scale * products / cap), where tanh(x) = 1 - 2 / (e^2x + 1). */
+INLINE vec logits_from(vec products, struct logits of) {
+    if (of.cap > 0.0f) return of.cap - 2.0f * of.cap / (exp_lanes(products * (2.0f * of.scale / of.cap)) + 1.0f);
+    return products * of.scale;
 }
+
+/* Logits that are not changed stay products: a weight is the power of a difference of two of them, so that the largest
+ * one's is 1, however much of a large logit is rounded off. `unit` is the exponent of such a power for a logit of 1, the
+ * result what it is for a logit as it is kept. */
+INLINE float unit_of(struct logits of, float unit) { return are_changed(of) ? unit : of.scale * unit; }
+
+/* A sink as a logit of a key is kept. */
+INLINE float kept_sink(float sink, struct logits of) { return are_changed(of) ? sink : sink / of.scale; }
 
 /* Values that are the last channels of latent keys are read as whole keys: how many channels come before them, and where
  * the values of the first entry begin. */

@@ -42,8 +42,19 @@ def plain_attention(
         logits += attn_mask
     if is_causal:
         logits += torch.full(logits.shape[-2:], -torch.inf).triu(1)
-    lse = logits.logsumexp(-1)
-    return ((logits - lse.unsqueeze(-1)).exp() @ v.float()).to(q.dtype), lse
+    weights, total, top = _weights(logits)
+    return ((weights @ v.float()) / total.unsqueeze(-1)).to(q.dtype), top + total.log()
+
+
+def _weights(logits: Tensor, least: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """Return weights [..., keys] beside the largest logit, whose own is exactly 1, their sums, and that logit [...].
+
+    It is at least `least` [...], if that is given.
+    """
+    top = logits.amax(-1)
+    top = top if least is None else torch.maximum(top, least)
+    weights = torch.exp(logits - torch.where(top == -math.inf, 0.0, top).unsqueeze(-1))
+    return weights, weights.sum(-1), top
 
 
 _operator = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
@@ -178,22 +189,10 @@ def attend_row(
     Returns:
         The output [1, hkv, n, group, dv] in q's dtype, and the natural log-sum-exp, fp32 [1, hkv, n, group].
     """
-    out, lse = _attend_keys(q, k, v, kv_len, options, v_scale, positions)
-    if options.sinks is None:
-        return out, lse
-    sinks = options.sinks.view(1, q.shape[1], 1, q.shape[3])
-    return (out * torch.sigmoid(lse - sinks).unsqueeze(-1)).to(out.dtype), torch.logaddexp(lse, sinks)
-
-
-def _attend_keys(
-    q: Tensor, k: Tensor, v: Tensor, kv_len: int, options: AttentionOptions, v_scale: float, positions: Positions
-) -> tuple[Tensor, Tensor]:
-    """Return the same without sinks."""
     _, heads, queries, group, dim = q.shape
     keys = k.shape[2]
-    is_plain = (
-        options.logits_soft_cap <= 0.0 and positions.position_mode == "NONE"
-    )  # a fused kernel scales logits at most
+    # a fused kernel scales logits at most, and a log-sum-exp that is rounded tells little of a sink's weight
+    is_plain = options.logits_soft_cap <= 0.0 and positions.position_mode == "NONE" and options.sinks is None
     fused = is_plain and dim == v.shape[-1] and q.dtype.itemsize > 1 and keys >= queries
     if fused:
         if queries == 1:
@@ -244,17 +243,18 @@ def _attend_in_float32(q: Tensor, k: Tensor, v: Tensor, sm_scale: float) -> tupl
     _, heads, keys, dim = k.shape
     piece = max(_FLOAT32_VALUES // (heads * dim), 1)
     wide = q.float()
-    outs, lses = [], []
-    for begin in range(0, keys, piece):
+    if keys <= piece:
+        return flash_attention(wide, to_float32(k), to_float32(v), scale=sm_scale)
+    out = torch.zeros(*wide.shape[:-1], v.shape[-1])
+    total, top = torch.zeros(wide.shape[:-1]), torch.full(wide.shape[:-1], -math.inf)
+    for begin in range(0, keys, piece):  # merged by their largest logits: a log-sum-exp of large ones is rounded
         part = slice(begin, min(begin + piece, keys))
-        out, lse = flash_attention(wide, to_float32(k[:, :, part]), to_float32(v[:, :, part]), scale=sm_scale)
-        outs.append(out)
-        lses.append(lse)
-    if len(outs) == 1:
-        return outs[0], lses[0]
-    sums = torch.stack(lses)  # [pieces, 1, hkv, group]
-    weights = torch.softmax(sums, 0).unsqueeze(-1)
-    return (torch.stack(outs) * weights).sum(0), torch.logsumexp(sums, 0)
+        logits = (wide @ to_float32(k[:, :, part]).transpose(-1, -2)).mul_(sm_scale)
+        weights, of_part, higher = _weights(logits, top)
+        shrink = torch.exp(top - higher)
+        out = out * shrink.unsqueeze(-1) + weights @ to_float32(v[:, :, part])
+        total, top = total * shrink + of_part, higher
+    return out / total.unsqueeze(-1), top + total.log()
 
 
 def _visible(q_at: Tensor, k_at: Tensor, options: AttentionOptions) -> Tensor:
@@ -303,6 +303,11 @@ def _general(
         slopes = alibi_slopes(heads * group).to(q.device).view(heads, 1, group, 1)
         logits.sub_(slopes * (q_at.unsqueeze(1) - k_at).view(1, queries, 1, keys))
     logits.masked_fill_(~_visible(q_at, k_at, options).view(1, queries, 1, keys), -math.inf)
-    lse = torch.logsumexp(logits, dim=-1)
-    weights = torch.exp(logits - torch.where(lse == -math.inf, 0.0, lse).unsqueeze(-1))
-    return torch.einsum("hqgk,hkd->hqgd", weights, v), lse
+    sinks = (
+        None if options.sinks is None else options.sinks.to(q.device).view(heads, 1, group).expand(logits.shape[:-1])
+    )
+    weights, total, top = _weights(logits, sinks)
+    if sinks is not None:
+        total = total + torch.exp(sinks - torch.where(top == -math.inf, 0.0, top))
+    norm = torch.where(total == 0.0, 1.0, total)
+    return torch.einsum("hqgk,hkd->hqgd", weights, v) / norm.unsqueeze(-1), top + norm.log()

@@ -78,7 +78,7 @@ INLINE float greatest_of(vec v) {
 static void soften(float *logits, struct logits of, const float *value_scales, int64_t count, int64_t begin, int64_t end,
                    float *sums, float *largest, float *total, int64_t width) {
     factor *weights = (factor *)logits;
-    float scale = are_changed(of) ? 1.0f : of.scale * UNIT, top = *largest;
+    float unit = unit_of(of, UNIT), top = *largest;
     int64_t padded = (count + LANES - 1) / LANES * LANES;
     if (begin >= end) {
         memset(logits, 0, BLOCK * sizeof *logits);
@@ -86,24 +86,20 @@ static void soften(float *logits, struct logits of, const float *value_scales, i
     }
     vec added = splat(0.0f), most = splat(-INFINITY);
     for (int64_t j = 0; are_changed(of) && j < padded; j += LANES)
-        store_f32(logits + j, logits_from(load_f32(logits + j), of, UNIT));
+        store_f32(logits + j, logits_from(load_f32(logits + j), of));
     for (int64_t j = 0; j < begin; j++) logits[j] = -INFINITY;
     for (int64_t j = end; j < padded; j++) logits[j] = -INFINITY;
     for (int64_t j = 0; j < padded; j += LANES) most = greater_of(load_f32(logits + j), most);
-    if (any_lane(most * scale - top > SLACK)) {
-        float found = greatest_of(most) * scale;
-        float shrink = power_to(top - found);
+    if (any_lane((most - top) * unit > SLACK)) {
+        float found = greatest_of(most);
+        float shrink = power_to((top - found) * unit);
         for (int64_t i = 0; i < width; i += LANES) store_f32(sums + i, load_f32(sums + i) * shrink);
         *total *= shrink;
         *largest = top = found;
     }
     vec powers[BLOCK / LANES];
     for (int64_t j = 0; j < padded; j += LANES) {
-        vec scaled = load_f32(logits + j) * scale;
-#if LANES == 16
-        __asm__("" : "+v"(scaled)); /* rounded as `top` is, so that the largest has a weight of 1 */
-#endif
-        powers[j / LANES] = power_of(scaled - top);
+        powers[j / LANES] = weights_of(load_f32(logits + j), splat(top), unit);
         added += powers[j / LANES];
     }
     for (int64_t j = 0; j < padded; j += LANES)
@@ -437,7 +433,7 @@ static void NAME(attend_heads)(const struct sharing *job, struct NAME(part) part
     for (int64_t r = 0; r < count; r++) {
         int has_sink = a->sinks.data && part.span == part.seen.begin / SPAN;
         int64_t of_head = (part.head + r / queries) * (queries / a->q_len) + r % queries % (queries / a->q_len);
-        part.largest[r] = has_sink ? a->sinks.data[of_head] * UNIT : -INFINITY;
+        part.largest[r] = has_sink ? kept_sink(a->sinks.data[of_head], logits_of(&a->options)) : -INFINITY;
         part.total[r] = has_sink ? 1.0f : 0.0f; /* e^(sink - sink), as if it were a key */
     }
 #if defined(ELEMENT_BF16) && defined(WITH_TILES)
@@ -493,13 +489,13 @@ static void NAME(merge_spans)(const void *given, int64_t begin, int64_t end) {
         if (last - first < 2) continue;
         struct NAME(part) part = {.a = a, .row = row};
         element *out = (element *)a->out.data + NAME(place_of)(&part, entry / queries, entry % queries, a->out.size[2]);
-        float top = -INFINITY, total = 0.0f, shrinks[2], *sums = scratch(dim);
+        float top = -INFINITY, total = 0.0f, unit = unit_of(logits_of(&a->options), UNIT), shrinks[2], *sums = scratch(dim);
         memset(sums, 0, dim * sizeof *sums);
         for (int64_t span = first; span < last; span++) {
             const float *from = NAME(partial_of)(job, row, span) + entry * (dim + 2);
             float higher = from[dim] > top ? from[dim] : top;
             if (higher == -INFINITY && from[dim + 1] == 0.0f) continue; /* it sees nothing yet */
-            shrinks[0] = power_to(top - higher), shrinks[1] = power_to(from[dim] - higher);
+            shrinks[0] = power_to((top - higher) * unit), shrinks[1] = power_to((from[dim] - higher) * unit);
             for (int64_t i = 0; i < dim; i += LANES)
                 store_f32(sums + i, load_f32(sums + i) * shrinks[0] + load_f32(from + i) * shrinks[1]);
             total = total * shrinks[0] + from[dim + 1] * shrinks[1], top = higher;

@@ -28,7 +28,7 @@ struct few_queries {
     int64_t together;              /* queries that are multiplied with values together */
     int64_t position, group;       /* of the first query's token; queries of one token */
     struct logits logits;
-    float *largest, *total;        /* [heads][count], of the logits times log2(e), and of their powers of 2 */
+    float *largest, *total;        /* [heads][count], of the logits, as they are kept, and of their powers */
     uint16_t *q;                   /* [heads][tiles][feature / 2][TILE_ROWS][2] */
     float *scores;                 /* [tiles of all heads][TILE_ROWS][KEYS] */
     float *sums;                   /* [heads][parts][feature / PANEL][2 * together][LANES] */
@@ -153,12 +153,13 @@ static void block_of_logits(const struct few_queries *few, const struct block *b
 static float few_weights(const struct few_queries *few, float *logits, int64_t r, int64_t count, int64_t begin, int64_t end,
                          float *largest, float *total) {
     const ivec lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    float unit = unit_of(few->logits, LOG2_OF_E);
     vec sum = splat(0.0f);
     __m512 most = _mm512_set1_ps(-INFINITY);
     for (int64_t n = 0; n < count; n += LANES) {
         vec v = load_f32(logits + n);
         if (few->key_scales) v *= load_f32(few->key_scales + n);
-        v = logits_from(v, few->logits, LOG2_OF_E);
+        if (are_changed(few->logits)) v = logits_from(v, few->logits);
         if (begin > n || end < n + LANES) {
             ivec key = lanes + (int32_t)n, seen = (key >= (int32_t)begin) & (key < (int32_t)end);
             v = (vec)((seen & (ivec)v) | (~seen & (ivec)splat(-INFINITY)));
@@ -168,12 +169,12 @@ static float few_weights(const struct few_queries *few, float *logits, int64_t r
     }
     float top = _mm512_reduce_max_ps(most), shrink = 1.0f;
     if (top > *largest) {
-        shrink = exp2f(*largest - top);
+        shrink = exp2f((*largest - top) * unit);
         *largest = top;
     }
     uint32_t *to = few->weights + 2 * r * LANES;
     for (int64_t n = 0; n < count; n += LANES, to += 2 * few->together * LANES) {
-        vec weight = exp2_lanes(load_f32(logits + n) - *largest);
+        vec weight = weights_of(load_f32(logits + n), splat(*largest), unit);
         sum += weight;
         if (few->value_scales) weight *= load_f32(few->value_scales + n);
         uvec rounded = ((uvec)weight + 0x8000) & 0xffff0000;

@@ -152,6 +152,7 @@ def extend_attention_triton(
         count, group, kv_heads, Pages.of(k_cache, v_cache, scales, table, v_unit=v_scale), logits_of(head_dim, options),
         META=meta, PACKED=packed, BLOCK_ROWS=max(triton.next_power_of_2(count), _LEAST_BLOCK_ROWS),
         **launch_options(tile), **(registers() if head_dim == 128 else {}),  # one program fits at a time
+        enable_fp_fusion=False,  # logits are subtracted as they were compared, so that the largest has a weight of 1
     )  # fmt: skip
 
 

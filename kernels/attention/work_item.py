@@ -34,7 +34,8 @@ class SplitPlan(NamedTuple):
     kv_lens: Int32  # int32 [>= rows], tokens of each row, the queries' own included; 0 for padding, which comes last
     plan: Int32  # int32, what `attention_plan` wrote for at least as many rows
     partial: Written[Float32]  # fp32 [items, q_len, num_qo_heads, dv], workspace; a CPU reads none of it
-    partial_lse: Written[Float32]  # fp32 [items, q_len, num_qo_heads], workspace
+    # fp32 [items, q_len, num_qo_heads, 2], workspace: largest logits, and sums of the weights beside them
+    partial_sums: Written[Float32]
     counters: Written[Int32]  # int32 [rows * q_len * num_qo_heads] at least, all 0, and 0 again afterwards
 
 
@@ -44,7 +45,7 @@ class Results(NamedTuple):
     out: Tensor
     lse: Tensor | None
     partial: Tensor
-    partial_lse: Tensor
+    partial_sums: Tensor
     counters: Tensor
 
 
@@ -128,17 +129,19 @@ def _merge(results, row, first, splits, kv_head, heads, v_unit, META: tl.constex
         split = begin + flat // MERGE_M
         there = active & (split < splits)
         place = _place_of(first + split, m, kv_head, heads)
-        sums = tl.load(results.partial_lse + place, mask=there, other=-float("inf"), cache_modifier=".cg")
+        tops = tl.load(results.partial_sums + 2 * place, mask=there, other=-float("inf"), cache_modifier=".cg")
+        totals = tl.load(results.partial_sums + 2 * place + 1, mask=there, other=0.0, cache_modifier=".cg")
         at = results.partial + place[:, None] * META.VALUE_DIM + values[None, :]
         parts = tl.load(at, mask=there[:, None] & kept[None, :], other=0.0, cache_modifier=".cg")
-        sums = tl.reshape(sums, [MERGE_S, MERGE_M])
+        tops = tl.reshape(tops, [MERGE_S, MERGE_M])
+        totals = tl.reshape(totals, [MERGE_S, MERGE_M])
         parts = tl.reshape(parts, [MERGE_S, MERGE_M, BLOCK_V])
-        new_top = tl.maximum(top, tl.max(sums, axis=0))
+        new_top = tl.maximum(top, tl.max(tops, axis=0))
         base = tl.where(new_top == -float("inf"), 0.0, new_top)
-        weights = tl.exp2(sums - base[None, :])
+        weights = tl.exp2(tops - base[None, :])
         shrink = tl.exp2(top - base)
         acc = acc * shrink[:, None] + tl.sum(parts * weights[:, :, None], axis=0)
-        total = total * shrink + tl.sum(weights, axis=0)
+        total = total * shrink + tl.sum(totals * weights, axis=0)
         top = new_top
     norm = tl.where(total == 0.0, 1.0, total)
     m = tl.program_id(1) * META.BLOCK_M + tl.arange(0, MERGE_M)
@@ -151,7 +154,8 @@ def _merge(results, row, first, splits, kv_head, heads, v_unit, META: tl.constex
 def deliver(results, acc, total, top, item, row, heads, sinks, v_unit, META: tl.constexpr):
     """Write an item's result: straight out where its row was not split; else the last to arrive merges the row's.
 
-    The row's first split takes the sinks along.
+    The row's first split takes the sinks along. Until then largest logits and sums of weights stay apart: a log-sum-exp
+    of large logits is rounded.
     """
     BLOCK_M: tl.constexpr = META.BLOCK_M
     of_row = heads.q_len * heads.kv_heads * heads.group
@@ -162,19 +166,18 @@ def deliver(results, acc, total, top, item, row, heads, sinks, v_unit, META: tl.
         is_first = item.split + tl.zeros([BLOCK_M], tl.int32) == 0
         head = item.kv_head * heads.group + m % heads.group
         acc, total, top = with_sinks(acc, total, top, sinks, head, active & is_first)
-    norm = tl.where(total == 0.0, 1.0, total)
-    acc = acc / norm[:, None]
-    log_sum = top + tl.log2(norm)
     if item.splits == 1:
+        norm = tl.where(total == 0.0, 1.0, total)
         place = row.to(tl.int64) * of_row + within
-        _store_results(results, place, active, acc * v_unit, log_sum, META)
+        _store_results(results, place, active, acc / norm[:, None] * v_unit, top + tl.log2(norm), META)
     else:
         values = tl.arange(0, META.BLOCK_V)
         kept = active[:, None] & (values < META.VALUE_DIM)[None, :]
         place = item.item.to(tl.int64) * of_row + within
         at = results.partial + place[:, None] * META.VALUE_DIM + values[None, :]
         tl.store(at, acc, mask=kept, cache_modifier=".cg")
-        tl.store(results.partial_lse + place, log_sum, mask=active, cache_modifier=".cg")
+        tl.store(results.partial_sums + 2 * place, top, mask=active, cache_modifier=".cg")
+        tl.store(results.partial_sums + 2 * place + 1, total, mask=active, cache_modifier=".cg")
         tl.debug_barrier()  # all threads have stored before one of them says so
         counter = results.counters + (row * heads.kv_heads + item.kv_head) * tl.num_programs(1) + tl.program_id(1)
         if tl.atomic_add(counter, 1, sem="acq_rel") == item.splits - 1:

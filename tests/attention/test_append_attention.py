@@ -173,7 +173,7 @@ class Problem:
         attention_plan_triton(*made, PlanSizes(WAVE_ITEMS, fixed_split, window_left))
         dim = self.case["head_dim"]
         partial = torch.full((items, 1, self.heads, dim), math.nan, device=self.device)
-        sums = torch.full((items, 1, self.heads), math.nan, device=self.device)
+        sums = torch.full((items, 1, self.heads, 2), math.nan, device=self.device)
         counters = torch.zeros(self.rows * self.heads, dtype=torch.int32, device=self.device)
         return made[0], made[1], items, (partial, sums, counters)
 

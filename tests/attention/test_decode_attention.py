@@ -97,9 +97,9 @@ def run(version, rows: PagedRows, q, options: Options, *, q_len=1, fixed_split=0
     sinks = None if options.sinks is None else options.sinks.to(device)
     given = (options.sm_scale, options.window_left, options.soft_cap, sinks, options.is_chunked)
     partial = torch.full((items, q_len, heads, value_dim), math.nan, device=device)
-    partial_lse = torch.full((items, q_len, heads), math.nan, device=device)
+    sums_of_splits = torch.full((items, q_len, heads, 2), math.nan, device=device)
     work, positions = (
-        (kv_lens, plan, partial, partial_lse, counters),
+        (kv_lens, plan, partial, sums_of_splits, counters),
         (options.mode, options.rope_scale, options.rope_theta),
     )
     if version is decode_attention_triton:

@@ -167,7 +167,7 @@ def attention_cases(head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype) ->
     lens = torch.empty(ROWS, dtype=torch.int32)
     cumulative = torch.empty(ROWS + 1, dtype=torch.int32)
     plan = torch.empty(1024, dtype=torch.int32)
-    workspace = (torch.empty(ROWS, 1, heads, head_dim), torch.empty(ROWS, 1, heads))
+    workspace = (torch.empty(ROWS, 1, heads, head_dim), torch.empty(ROWS, 1, heads, 2))
     work = work_item.SplitPlan(lens, plan, *workspace, lens)
 
     sinks = torch.empty(heads) if head_dim < 256 else None  # no model has both
@@ -236,7 +236,7 @@ def latent_cases() -> dict[str, Callable[[], None]]:
     q, out = (torch.empty(ROWS, heads, size, dtype=torch.bfloat16) for size in (rope_dim + rank, rank))
     table, lens = torch.empty(ROWS, WIDTH, dtype=torch.int32), torch.empty(ROWS, dtype=torch.int32)
     cumulative, plan = torch.empty(ROWS + 1, dtype=torch.int32), torch.empty(1024, dtype=torch.int32)
-    work = work_item.SplitPlan(lens, plan, torch.empty(ROWS, 1, heads, rank), torch.empty(ROWS, 1, heads), lens)
+    work = work_item.SplitPlan(lens, plan, torch.empty(ROWS, 1, heads, rank), torch.empty(ROWS, 1, heads, 2), lens)
     options, rope = (
         attention_records.AttentionOptions(0.1),
         attention_records.QKNormRope(torch.empty(4096, 2, rope_dim // 2)),

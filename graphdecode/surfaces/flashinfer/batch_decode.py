@@ -468,12 +468,13 @@ class BatchDecodeWithPagedKVCacheWrapper:
             return nothing, nothing
         floats = self._workspace.view(-1).view(torch.uint8)
         floats = floats[: floats.shape[0] // 4 * 4].view(torch.float32)
-        sums = math.prod(shape)
-        if sums * (value_dim + 1) > floats.shape[0]:
+        heads = math.prod(shape)
+        if heads * (value_dim + 2) > floats.shape[0]:
             raise ValueError(
-                f"float_workspace_buffer has {self._workspace.nbytes} bytes, needed are {4 * sums * (value_dim + 1)}"
+                f"float_workspace_buffer has {self._workspace.nbytes} bytes, needed are {4 * heads * (value_dim + 2)}"
             )
-        return floats[: sums * value_dim].view(*shape, value_dim), floats[sums * value_dim :][:sums].view(shape)
+        partial, sums = floats[: heads * (value_dim + 2)].split((heads * value_dim, heads * 2))
+        return partial.view(*shape, value_dim), sums.view(*shape, 2)
 
 
 def fast_decode_plan(

@@ -144,7 +144,7 @@ class DecodeProblem:
     @property
     def floats_of_item(self) -> int:
         """Partial results of a work item, whose values are as wide as keys."""
-        return self.q_len * self.num_qo_heads * (self.head_dim + 1)
+        return self.q_len * self.num_qo_heads * (self.head_dim + 2)
 
     def how_to_attend(
         self, q_scale: float | None, k_scale: float | None, v_scale: float | None, window_left: int | None = None
