@@ -17,22 +17,20 @@ def _id_name(token: int) -> str:
     return f"token_id:{token}"
 
 
-def _text_of(entry: Logprob, own: bytes, mark: str) -> str:
-    """Return the text that a token adds, or, marked, its own bytes if they are a part of a character."""
-    shown = own.decode(errors="backslashreplace")
-    return entry.decoded_token or "" if shown.encode() == own else mark + shown
-
-
 def _names(texts: TokenTexts, entries: Entries, *, as_ids: bool) -> dict[int, str]:
-    """Return distinct names of the tokens of a position."""
-    names: dict[int, str] = {}
-    taken: set[str] = set()
+    """Return distinct names of the tokens of a position: their text, or bytes of a token that is none."""
+    if as_ids:
+        return {token: _id_name(token) for token in entries}
+    names, part_of = dict[int, str](), texts.part_of
     for token, entry in entries.items():
-        own = texts.bytes_of(token)
-        spelled = _BYTES + "".join(f"\\x{byte:02x}" for byte in own)
-        possible = [_id_name(token)] if as_ids else [_text_of(entry, own, _BYTES), spelled, _id_name(token)]
-        names[token] = next(each for each in possible if each not in taken)
-        taken.add(names[token])
+        part = part_of(token)
+        names[token] = entry.decoded_token or "" if part is None else _BYTES + part
+    if len(set(names.values())) < len(names):
+        taken: set[str] = set()
+        for token, name in names.items():
+            spelled = _BYTES + "".join(f"\\x{byte:02x}" for byte in texts.bytes_of(token))
+            names[token] = next(each for each in (name, spelled, _id_name(token)) if each not in taken)
+            taken.add(names[token])
     return names
 
 
@@ -73,9 +71,9 @@ def chat_logprobs(
     """Return the `logprobs` of a chat completion, with the `most` likely tokens of each position; -1: all there are."""
 
     def described(token: int, entry: Logprob) -> dict[str, Any]:
-        own = texts.bytes_of(token)
-        text = _id_name(token) if as_ids else _text_of(entry, own, "")
-        return {"token": text, "logprob": entry.logprob, "bytes": list(own)}
+        part = _id_name(token) if as_ids else texts.part_of(token)
+        text = entry.decoded_token or "" if part is None else part
+        return {"token": text, "logprob": entry.logprob, "bytes": list(texts.bytes_of(token))}
 
     content = [
         described(token, entries[token])

@@ -182,7 +182,9 @@ def _calls(
     for index, (name, parameters) in enumerate(named):
         head = f'{{"name": {json.dumps(name)}, "{tool_format.arguments}": '
         rules.append(f'call_{index}: {json.dumps(head)} arguments_{index} "}}"')
-        schema = parameters or {"type": "object", "properties": {}, "additionalProperties": False}
+        schema = parameters or {"properties": {}, "additionalProperties": False}
+        if "properties" in schema:  # of arguments, even if `type` is left out
+            schema = {"type": "object", **schema}
         rules.append(f"arguments_{index}: %json {json.dumps(schema | {'x-guidance': _STRICT})}")
     return StructuredOutput(StructuredOutputsParams(grammar="\n".join(["%llguidance {}", *rules, ""])), "tools")
 

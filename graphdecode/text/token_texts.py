@@ -43,6 +43,7 @@ class TokenTexts:
         self._is_independent = _is_independent(tokenizer.decoder)
         self._word = self._first_word()
         self._known: dict[int, bytes] = {}  # what `bytes_of` returned
+        self._parts: dict[int, str | None] = {}  # what `part_of` returned
         self.after_any = self._known if self._is_independent else {}
 
     def bytes_of(self, token: int) -> bytes:
@@ -51,6 +52,14 @@ class TokenTexts:
         if known is None:
             known = self._known[token] = self._added(token, self._word)
         return known
+
+    def part_of(self, token: int) -> str | None:
+        """Return the escaped bytes of a token that is no text, such as a part of a character; None: it is a text."""
+        if token not in self._parts:
+            own = self.bytes_of(token)
+            shown = own.decode(errors="backslashreplace")
+            self._parts[token] = None if shown.encode() == own else shown
+        return self._parts[token]
 
     def bytes_after(self, token: int, previous: int | None) -> bytes:
         """Return the bytes that a token adds after another one, or (None) at the beginning of a text."""

@@ -259,6 +259,14 @@ def test_a_function_without_parameters_is_called_with_none(served: Served) -> No
         assert call["function"] == {"name": "now", "arguments": "{}"}
 
 
+def test_parameters_without_a_type_are_those_of_an_object(served: Served) -> None:
+    schema = {"properties": {"n": {"enum": [7, 8]}}, "required": ["n"], "additionalProperties": False}
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    for seed in range(3):
+        (call,) = answer_of(served, tools=[tool], tool_choice="required", seed=seed)["message"]["tool_calls"]
+        assert json.loads(call["function"]["arguments"]) in ({"n": 7}, {"n": 8})
+
+
 def test_numbers_of_parameters_are_kept_or_refused(served: Served) -> None:
     schema = {"type": "object", "properties": {"id": {"const": 2**53 + 1}}, "required": ["id"]}
     tool = {"type": "function", "function": {"name": "find", "parameters": schema}}
