@@ -236,7 +236,7 @@ def _memory_table(
         checkpoint_bytes_of,
         draft_state_bytes_of,
         draft_states_of,
-        expert_adapter_bytes_of,
+        paired_adapter_bytes_of,
         plan_capacity,
         rounding_bytes_of,
         state_bytes_of,
@@ -256,7 +256,7 @@ def _memory_table(
     cache = capacity.page_bytes * (pages + 1)
     states, kept = state_bytes_of(config, settings), checkpoint_bytes_of(engine, settings)
     drafted = draft_state_bytes_of(engine, settings)
-    pairs = expert_adapter_bytes_of(engine, settings, dtype, device)
+    pairs = paired_adapter_bytes_of(engine, settings, dtype, device)
     left = free - weights - adapters - capacity.cache_bytes - states - kept - drafted - pairs
     left -= rounding_bytes_of(engine, device)
     name = str(dtype).removeprefix("torch.")

@@ -108,7 +108,7 @@ def plan_capacity(
         free = free_bytes(device) if available_bytes is None else available_bytes
         if device.type == "cuda" and config.backend != "eager":
             free = max(free - graph_bytes(config, model, widths), 0)
-        beside = rounding_bytes_of(settings, device) + expert_adapter_bytes_of(settings, model, dtype, device)
+        beside = rounding_bytes_of(settings, device) + paired_adapter_bytes_of(settings, model, dtype, device)
         free = max(free - states_bytes - beside, 0)
         budget = int(free * config.memory_fraction)
         total = min(budget // max(page_bytes, 1) - 1, most)
@@ -183,17 +183,21 @@ def rounding_bytes_of(settings: EngineConfig, device: torch.device) -> int:
     return 2 * GRANULE if settings.enable_sleep_mode and device.type == "cuda" else 0
 
 
-def expert_adapter_bytes_of(settings: EngineConfig, model: ModelShape, dtype: torch.dtype, device: torch.device) -> int:
-    """Return the bytes that a pass takes for adapters of experts: what a product adds for each token and expert.
+def paired_adapter_bytes_of(settings: EngineConfig, model: ModelShape, dtype: torch.dtype, device: torch.device) -> int:
+    """Return the bytes that a pass takes for what adapters add for each token and expert, or head of latent attention.
 
-    Adapters add to `gate` and `up` from copies of a token's input, and to the other product from its own.
+    Adapters add to `gate` and `up` of experts from copies of a token's input, and to the other products from its own.
     """
-    if not (isinstance(model, ModelConfig) and model.experts and settings.max_adapters and settings.adapt_experts):
+    if not (isinstance(model, ModelConfig) and settings.max_adapters):
         return 0
-    experts = model.experts
-    tokens, rank = settings.prefill_tokens(device.type) + settings.buckets.max_batch_size, settings.max_adapter_rank
+    experts, rank = model.experts, settings.max_adapter_rank
+    tokens = settings.prefill_tokens(device.type) + settings.buckets.max_batch_size
+    has_latents = any(keys.latent_rank for keys in model.layer_keys)
+    of_heads = model.num_attention_heads * 4 * (model.head_dim + rank) if has_latents else 0
+    if experts is None or not settings.adapt_experts:
+        return tokens * of_heads
     first = 4 * 2 * (experts.intermediate_size + rank) + dtype.itemsize * model.hidden_size
-    return tokens * experts.top_k * max(first, 4 * (model.hidden_size + rank))
+    return tokens * max(of_heads, experts.top_k * max(first, 4 * (model.hidden_size + rank)))
 
 
 def _state_bytes(model: ModelShape) -> int:
@@ -230,8 +234,8 @@ def plan_checked_capacity(
     slots = settings.max_adapters
     of_slots = adapter_bytes(model, slots, settings.max_adapter_rank, dtype, adapt_experts=settings.adapt_experts)
     needs.append(("max_adapters", slots, f"adapters of rank {settings.max_adapter_rank}", of_slots))
-    pairs = expert_adapter_bytes_of(settings, model, dtype, device)
-    needs.append(("adapt_experts", int(settings.adapt_experts), "tokens' experts with adapters", pairs))
+    pairs = paired_adapter_bytes_of(settings, model, dtype, device)
+    needs.append(("max_adapters", slots, "adapters of each token's experts or heads", pairs))
     rounding = rounding_bytes_of(settings, device)
     needs.append(("enable_sleep_mode", int(settings.enable_sleep_mode), "granules of weights and cache", rounding))
     total = sum(nbytes for _, _, _, nbytes in needs)

@@ -23,6 +23,7 @@ from transformers.pytorch_utils import Conv1D
 from adopted_models import ADOPTED, TINY, save_random
 from graphdecode import LLM, BucketConfig, EngineConfig, LoRARequest, Request, SamplingParams
 from graphdecode.distributed import Leader
+from graphdecode.engine.capacity import paired_adapter_bytes_of
 from graphdecode.engine.loading import load_engine, start_ranks_of
 from graphdecode.engine.request import RequestError
 from graphdecode.errors import ArgumentError
@@ -427,6 +428,19 @@ def test_a_gguf_adapter_of_tensors_that_are_joined_is_refused(tmp_path):
     slots = load_model(tmp_path / "base", device="cpu", dtype="float32", max_adapters=1).adapters
     with pytest.raises(AdapterError, match=r"blk\.0\.attn_k_b\.weight is one of several tensors of a product"):
         slots.read(file)
+
+
+def test_what_adapters_of_heads_add_in_a_pass_is_part_of_the_plan(checkpoint):
+    model = load_model(checkpoint("deepseek-v3"), device="cpu", dtype="float32").config
+    sizes = {"max_batch_size": 4, "max_prefill_tokens": 60, "max_adapter_rank": 8}
+    taken = [
+        paired_adapter_bytes_of(
+            EngineConfig.of(None, max_adapters=slots, **sizes), model, torch.float32, torch.device("cpu")
+        )
+        for slots in (0, 1)
+    ]
+    rotated, latent = 32, 32
+    assert taken == [0, 64 * 4 * 4 * (rotated + latent + 8)]  # of each token and head: its queries, and the inner sums
 
 
 @pytest.fixture(scope="module")
