@@ -109,6 +109,18 @@ def test_the_others_are_honoured(slots, tmp_path, changes, scale):
     torch.testing.assert_close(found, plain * scale)
 
 
+@pytest.mark.parametrize("prefix", ["model.language_model.", "language_model.model."])
+def test_an_adapter_of_a_multimodal_models_decoder_is_one_of_the_decoder(slots, tmp_path, prefix):
+    _, wanted = matrices(slots, save(tmp_path))
+    own = f"{prefix}layers.1.self_attn.q_proj"
+    file = save(tmp_path, alpha_pattern={f"^{own}": 24}) / "adapter_model.safetensors"  # PEFT's names, in full
+    save_file({name.replace(MODULE, own): matrix for name, matrix in load_file(file).items()}, file)
+    torch.testing.assert_close(matrices(slots, tmp_path)[1], 3.0 * wanted)
+    save_file({name.replace(own, f"model.visual.{own}"): matrix for name, matrix in load_file(file).items()}, file)
+    with pytest.raises(AdapterError, match=r"visual.* is no product that adapters can change"):
+        slots.read(tmp_path)
+
+
 def test_what_training_kept_beside_the_matrices_is_not_read(slots, tmp_path):
     wanted = matrices(slots, save(tmp_path))
     file = save(tmp_path) / "adapter_model.safetensors"

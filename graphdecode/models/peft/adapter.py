@@ -27,6 +27,7 @@ _NAME = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<half>embedding_
 _BASE_WEIGHT = re.compile(
     r"base_model\.model\.(?P<module>(.+\.)?(embed_tokens|embeddings|lm_head))\.base_layer\.weight"
 )
+_TEXT = re.compile(r"\blanguage_model\.")  # the decoder of a multimodal model
 # what training kept beside A and B, and nothing else reads
 _OF_TRAINING = re.compile(r"base_model\.model\..+\.lora_(velora_embed|monteclora_sampler\..+)")
 _LEAST_HALF, _ROWS_AT_ONCE = 2.0**-24, 4096  # the smallest float16; rows of a table that are compared at once
@@ -56,7 +57,9 @@ def read_peft(
     if not isinstance(targets, list) or not all(isinstance(target, str) for target in targets):
         raise AdapterError(f"{folder / ADAPTER_FILE}: target_parameters is {shown(targets)}, and no list of names")
     for wrapper, pair in matrices.items():
-        weight = _weight_of(wrapper, targets, stacks)
+        weight, text = _weight_of(wrapper, targets, stacks), None
+        if weight not in known:
+            weight, text = _weight_of(_of_text(wrapper), targets, stacks), _TEXT.search(wrapper)
         module, version = weight.removesuffix(".weight"), settings.get("peft_version")
         found = stacks[weight].oriented(pair, version) if weight in stacks else pair
         if found is None:
@@ -65,6 +68,8 @@ def read_peft(
             yield weight, found
             continue
         rank, name = found.rank, weight if _is_target(weight, targets) else module  # what PEFT matches
+        if text is not None:
+            name = name[: text.start()] + text[0] + name[text.start() :]
         stated = rank_of(name, settings.get("r"))
         if stated != rank:
             raise AdapterError(f"{folder}: {module} has rank {rank}, and {ADAPTER_FILE} says {shown(stated)}")
@@ -74,6 +79,11 @@ def read_peft(
         # with rsLoRA (Kalajdzievski, 2023) alpha / sqrt(rank)
         divisor = math.sqrt(rank) if settings.get("use_rslora") else rank
         yield weight, found._replace(scale=alpha / (divisor or 1))
+
+
+def _of_text(module: str) -> str:
+    """Return the name that a module of a multimodal model's decoder has in the decoder alone."""
+    return _TEXT.sub("", module, count=1)
 
 
 def _is_target(weight: str, targets: Iterable[Any]) -> bool:
@@ -110,9 +120,9 @@ def _matrices(folder: Path, bases: Mapping[str, Tensor], holding_weights: Holdin
                     halves.setdefault(match["module"], {})[match["half"]] = reader.get_tensor(name)
                 elif base is None and _OF_TRAINING.fullmatch(name) is None:
                     raise AdapterError(f"{file}: {name} is not the A or B of a product")
-                elif base is not None and base["module"] in bases:
+                elif base is not None and _of_text(base["module"]) in bases:
                     with holding_weights():
-                        is_same = _is_same(bases[base["module"]], reader.get_tensor(name))
+                        is_same = _is_same(bases[_of_text(base["module"])], reader.get_tensor(name))
                     if not is_same:
                         raise AdapterError(f"{file}: {name} is not the base model's: it is of another, or was trained")
     except (OSError, SafetensorError) as error:
