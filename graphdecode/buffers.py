@@ -7,7 +7,8 @@ block of host memory (pinned with a GPU) that mirrors one block of device memory
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import os
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import accumulate
@@ -17,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from graphdecode.errors import GraphdecodeError
+from graphdecode.errors import ArgumentError, GraphdecodeError
 
 LIVE_ROWS = "live_rows"
 _ALIGNMENT_BYTES = 256
@@ -41,15 +42,36 @@ class Slot:
     staged: str | None = None
 
     def __post_init__(self) -> None:
-        if not self.name.isidentifier():
-            raise ValueError(f"a slot's name must be an identifier, got {self.name!r}")
+        if not (isinstance(self.name, str) and self.name.isidentifier()):
+            raise ArgumentError(f"a slot's name must be an identifier, got {self.name!r}")
+        if not isinstance(self.shape, (tuple, list)):
+            raise ArgumentError(f"slot {self.name!r}: shape must be a tuple such as ('batch', 8), got {self.shape!r}")
+        if not isinstance(self.dtype, torch.dtype):
+            raise ArgumentError(f"slot {self.name!r}: dtype must be one of torch's, got {self.dtype!r}")
+        if not (self.staged is None or isinstance(self.staged, str)):
+            raise ArgumentError(f"slot {self.name!r}: staged must be the name of a block, got {self.staged!r}")
+        self._check_pad()
         if self.staged is not None and self.dtype in _HOST_FOREIGN_DTYPES:
             raise ValueError(f"slot {self.name!r}: {self.dtype} cannot be staged, NumPy has no such type")
         for size in self.shape:
-            if size not in ("batch", "batch+1") and not (isinstance(size, int) and size >= 1):
+            if size not in ("batch", "batch+1") and not (type(size) is int and size >= 1):
                 raise ValueError(f"slot {self.name!r}: a size must be >= 1, 'batch' or 'batch+1', got {size!r}")
         if sum(isinstance(size, str) for size in self.shape) > 1:
             raise ValueError(f"slot {self.name!r}: only one dimension can follow the batch, got {self.shape!r}")
+
+    def _check_pad(self) -> None:
+        """Raise an ArgumentError if the dtype cannot hold the pad."""
+        pad, dtype = self.pad, self.dtype
+        if dtype.is_floating_point or dtype.is_complex:
+            fits, wanted = isinstance(pad, (int, float)), "a number"
+        elif dtype == torch.bool:
+            fits, wanted = pad in (0, 1), "True or False"
+        else:
+            least, most = torch.iinfo(dtype).min, torch.iinfo(dtype).max
+            fits = isinstance(pad, (int, float)) and least <= pad <= most and pad == int(pad)
+            wanted = f"an integer in {least}..{most}"
+        if not fits:
+            raise ArgumentError(f"slot {self.name!r}: pad of {dtype} must be {wanted}, got {pad!r}")
 
     @property
     def batch_dim(self) -> int | None:
@@ -145,7 +167,10 @@ class StagingBlock:
 
 def default_device(device: torch.device | str | None) -> torch.device:
     """Return a device; None means CUDA if available, else the CPU."""
-    return torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        return torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
+    except (RuntimeError, TypeError):
+        raise ArgumentError(f"device must be 'cpu', 'cuda' or 'cuda:N', got {device!r}") from None
 
 
 def on_device(device: torch.device) -> AbstractContextManager[Any]:
@@ -166,11 +191,14 @@ class StepBuffers:
     """
 
     def __init__(self, slots: Iterable[Slot], *, max_batch_size: int, device: torch.device | str | None = None) -> None:
-        if max_batch_size < 1:
-            raise ValueError(f"max_batch_size must be >= 1, got {max_batch_size}")
+        if type(max_batch_size) is not int or max_batch_size < 1:
+            raise ArgumentError(f"max_batch_size must be >= 1, got {max_batch_size!r}")
         self.max_batch_size = max_batch_size
         self.device = default_device(device)
-        declared = list(slots)
+        declared = [slots] if isinstance(slots, Slot) else list(slots)
+        for slot in declared:
+            if not isinstance(slot, Slot):
+                raise ArgumentError(f"slots must be Slot objects, got {slot!r}")
         blocks = [slot.staged for slot in declared if slot.staged is not None]
         of_batch = {slot.staged for slot in declared if slot.batch_dim is not None}
         self._sole_block = of_batch.pop() if len(of_batch) == 1 else None  # holds all slots with a batch dimension
@@ -180,6 +208,10 @@ class StepBuffers:
             if slot.name in self.slots or slot.name in _RESERVED_NAMES:
                 raise ValueError(f"slot {slot.name!r} is declared twice, or the name is reserved")
             self.slots[slot.name] = slot
+        if self.device.type == "cuda" and not torch.cuda.is_available():
+            raise ArgumentError(f"device {str(self.device)!r} is not available; here is only 'cpu'")
+        if self.device.type == "cpu":
+            _check_memory(self.slots.values(), max_batch_size)
         self.frozen = False
         self._blocks: dict[str, StagingBlock] = {}
         self._tensors: dict[str, Tensor] = {}
@@ -245,6 +277,8 @@ class StepBuffers:
             raise FrozenError(f"cannot adopt {name!r}: the buffers are frozen")
         if name in self._tensors or not name.isidentifier() or name in _RESERVED_NAMES:
             raise ValueError(f"{name!r} is taken, reserved or not an identifier")
+        if not isinstance(tensor, Tensor) or tensor.layout != torch.strided:
+            raise ArgumentError(f"{name!r} must be a tensor with storage of its own, got {type(tensor).__name__}")
         if tensor.device.type != self.device.type and not tensor.is_pinned():
             raise ValueError(f"{name!r} is on {tensor.device}, the buffers are on {self.device}")
         self._tensors[name] = tensor
@@ -353,7 +387,7 @@ class StepBuffers:
     def poison(self, live_rows: int) -> None:
         """Set every slot's rows past `live_rows` to NaN or extreme integers, for tests."""
         for slot, tail in self.tails(live_rows):
-            if slot.dtype.is_floating_point or slot.dtype == torch.bool:
+            if slot.dtype.is_floating_point or slot.dtype.is_complex or slot.dtype == torch.bool:
                 tail.fill_(float("nan"))
             elif tail.numel():
                 values = torch.full(tail.shape, torch.iinfo(slot.dtype).max, dtype=slot.dtype)
@@ -385,6 +419,18 @@ class StepBuffers:
     def __repr__(self) -> str:
         size = f"{self.size_bytes / 2**20:.1f} MiB of slots on {self.device}"
         return f"StepBuffers({len(self._tensors)} tensors, max_batch_size={self.max_batch_size}, {size})"
+
+
+def _check_memory(slots: Collection[Slot], max_batch_size: int) -> None:
+    """Raise an ArgumentError if slots need more memory than the machine has."""
+    has = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    needs = {slot.name: math.prod(slot.sizes(max_batch_size)) * slot.dtype.itemsize for slot in slots}
+    if sum(needs.values()) > has:
+        largest = max(slots, key=lambda slot: needs[slot.name])
+        raise ArgumentError(
+            f"the slots need {sum(needs.values())} bytes, this machine has {has}; the largest is {largest.name!r} with "
+            f"shape {largest.sizes(max_batch_size)} and {needs[largest.name]} bytes"
+        )
 
 
 _RESERVED_NAMES = frozenset(dir(StepBuffers)) | {"max_batch_size", "device", "slots", "frozen", "size"}

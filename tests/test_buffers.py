@@ -137,6 +137,62 @@ def test_taken_names_are_refused(name: str) -> None:
         StepBuffers(slots, max_batch_size=2, device="cpu")
 
 
+@pytest.mark.parametrize(
+    ("argument", "fields"),
+    [
+        ("name", {"name": 3}),
+        ("shape", {"shape": 4}),
+        ("shape", {"shape": "batch"}),
+        ("size", {"shape": (True,)}),
+        ("dtype", {"dtype": "float32"}),
+        ("pad", {"dtype": torch.int32, "pad": 1.5}),
+        ("pad", {"dtype": torch.int8, "pad": 128}),
+        ("pad", {"dtype": torch.uint8, "pad": float("nan")}),
+        ("pad", {"dtype": torch.bool, "pad": 2}),
+        ("pad", {"pad": "0"}),
+        ("staged", {"staged": True}),
+    ],
+)
+def test_a_field_of_a_slot_that_cannot_be_is_named_with_its_value(argument: str, fields: dict) -> None:
+    declared = {"name": "x", "shape": ("batch",), "dtype": torch.float32, **fields}
+    with pytest.raises(ValueError, match=argument) as refused:
+        Slot(**declared)
+    given = next(reversed(fields.values()))
+    assert repr(given[0] if isinstance(given, tuple) else given) in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("argument", "options"),
+    [
+        ("max_batch_size", {"max_batch_size": "2"}),
+        ("max_batch_size", {"max_batch_size": 2.5}),
+        ("device", {"device": "gpu"}),
+        ("slots", {"slots": ["x"]}),
+        ("'huge'", {"slots": [Slot("huge", ("batch", 2**46), torch.float32)]}),
+        ("'huge'", {"slots": [Slot("huge", (2**46,), torch.float32, staged="rows")]}),
+    ],
+)
+def test_buffers_that_cannot_be_are_refused_by_argument(argument: str, options: dict) -> None:
+    given = {"slots": [Slot("x", ("batch",), torch.float32)], "max_batch_size": 2, "device": "cpu", **options}
+    with pytest.raises(ValueError, match=argument):
+        StepBuffers(given.pop("slots"), **given)
+
+
+@pytest.mark.parametrize("tensor", [[1.0], torch.eye(2).to_sparse()])
+def test_only_tensors_with_storage_are_adopted(tensor: object) -> None:
+    buffers = StepBuffers([], max_batch_size=2, device="cpu")
+    with pytest.raises(ValueError, match="'cache'"):
+        buffers.adopt("cache", tensor)
+    assert "cache" not in buffers.tensors
+
+
+def test_complex_slots_are_padded_and_poisoned() -> None:
+    buffers = StepBuffers([Slot("z", ("batch",), torch.complex64, pad=1.0)], max_batch_size=2, device="cpu")
+    buffers.poison(1)
+    assert buffers.z[0] == 1.0
+    assert buffers.z[1].isnan()
+
+
 @pytest.mark.parametrize("shape", [("rows",), (0,), ("batch", "batch")])
 def test_impossible_shapes_are_refused(shape: tuple) -> None:
     with pytest.raises(ValueError, match="slot 'x'"):

@@ -60,8 +60,8 @@ class Backend:
     def __init__(
         self, *buffers: StepBuffers, constants: Iterable[Any] = (), name: str = "auto", warmup_steps: int = 2
     ) -> None:
-        if warmup_steps < 1:
-            raise ArgumentError(f"warmup_steps must be >= 1, got {warmup_steps}")
+        if type(warmup_steps) is not int or warmup_steps < 1:
+            raise ArgumentError(f"warmup_steps must be >= 1, got {warmup_steps!r}")
         self._buffers = buffers[0]
         self.name = backend_for(name, self.device)
         self.owners = Owners(buffers[0], constants, buffers[1:])

@@ -28,6 +28,14 @@ def run(step: Callable[[Batch], Any], batch: Batch) -> Any:
         return step(batch)
 
 
+def check_arguments(step: Any, buffers: Any) -> None:
+    """Raise an ArgumentError if a step cannot be called, or its buffers are something else."""
+    if not callable(step):
+        raise ArgumentError(f"step must be a function of a batch, got {step!r}")
+    if not isinstance(buffers, StepBuffers):
+        raise ArgumentError(f"buffers must be StepBuffers, got {type(buffers).__name__}")
+
+
 @contextmanager
 def slots_restored(buffers: StepBuffers) -> Iterator[None]:
     """Restore the slots and the number of live rows afterwards; adopted tensors are not saved."""

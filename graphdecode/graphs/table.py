@@ -21,7 +21,7 @@ from graphdecode.graphs.backend import Backend, StalePointer
 from graphdecode.graphs.errors import CaptureError
 from graphdecode.graphs.inspect.picture import to_dot, to_svg
 from graphdecode.graphs.report import BucketReport, GraphReport
-from graphdecode.graphs.step_graph import Loop, LoopControl, Ready, Step, StepGraph, no_row_live, run
+from graphdecode.graphs.step_graph import Loop, LoopControl, Ready, Step, StepGraph, check_arguments, no_row_live, run
 
 CAPTURE_TIMES = ("startup", "idle", "first-use")
 _WITHOUT_GRAPHS = {"prompts": "prompts are computed without graphs", "mixed": "prompts are computed by themselves"}
@@ -86,7 +86,7 @@ class GraphTable:
         self._reports: dict[StepShape, BucketReport] = {}
         self._enabled: set[str] = set()  # kinds of shapes that may run: captured, or to be captured at first use
         self._verified: int | None = None  # rows of the last run; addresses are verified when they change
-        self._frozen = False
+        self._frozen = self._is_closed = False
         self._identity = object()  # for `StepBuffers.make_ready`
         self._host_thread: ThreadPoolExecutor | None = None
         at_exit = functools.partial(_close, weakref.ref(self))
@@ -114,6 +114,8 @@ class GraphTable:
             CaptureError: no graph can replay the step. The table is empty; the process can go on.
             FrozenError: the table is frozen.
         """
+        if self._is_closed:
+            raise RuntimeError("the graphs were closed, and their constants forgotten: make others")
         if self._frozen:
             raise FrozenError("the graphs are frozen: thaw() before capturing again")
         self.ladder = self._full_ladder
@@ -270,6 +272,8 @@ class GraphTable:
 
     def _fallback(self, shape: StepShape, wanted: StepShape) -> tuple[StepShape, tuple[Ready, BucketReport]]:
         """Return what runs a shape without a graph: the next larger captured one, or the step eagerly."""
+        if self._is_closed:
+            raise RuntimeError(f"{shape} has no graph any more: the graphs were closed")
         if shape.kind not in self._enabled:
             raise RuntimeError(f"{shape} was not captured: call capture() first")
         if shape.part != "whole":
@@ -398,6 +402,7 @@ class GraphTable:
         """
         self._drop(KINDS)
         self._backend.forget()
+        self._is_closed = True
 
     def _drop(self, kinds: Collection[str]) -> None:
         self._enabled.difference_update(kinds)
@@ -428,6 +433,9 @@ class GraphManager(GraphTable):
         warmup_steps: int = 2,
         **options: Any,
     ) -> None:
+        check_arguments(step, buffers)
+        if isinstance(ladder, int):
+            raise ArgumentError(f"ladder must be batch sizes such as [1, 2, 4], or a BucketLadder, got {ladder!r}")
         if not isinstance(ladder, BucketLadder):
             ladder = BucketLadder(ladder, buffers.max_batch_size)
         shapes = ShapeLadder(map(StepShape, ladder), ladder.max_batch_size)

@@ -5,6 +5,7 @@ import itertools
 import os
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from command_line import run_python
 
 from graphdecode import BucketLadder, CaptureError, FrozenError, GraphManager, Slot, StepBuffers
 from graphdecode.buffers import Batch
+from graphdecode.errors import ArgumentError
 from graphdecode.kernels.norm.rms_norm import rms_norm
 
 CAPACITY = 8
@@ -410,3 +412,19 @@ def test_two_managers_replay_in_turn_and_one_outlives_the_other():
     second.replay(2)
     assert first_buffers.x.eq(3.0).all()
     assert second_buffers.x.eq(-8.0).all()
+
+
+@pytest.mark.parametrize("wrong", [{"step": "step"}, {"buffers": {}}, {"ladder": 2}, {"warmup_steps": "2"}])
+def test_arguments_of_another_kind_are_named(step, buffers, weight, wrong: dict) -> None:
+    given = {"step": step, "buffers": buffers, "ladder": [1], "constants": [weight], **wrong}
+    with pytest.raises(ArgumentError, match=next(iter(wrong))):
+        GraphManager(**given)
+
+
+def test_closed_graphs_say_so(step, buffers, weight) -> None:
+    graphs = GraphManager(step, buffers, [1, 4], constants=[weight])
+    graphs.capture(progress=False)
+    graphs.close()
+    for call in (partial(graphs.replay, 1), partial(graphs.capture, progress=False)):
+        with pytest.raises(RuntimeError, match="closed"):
+            call()

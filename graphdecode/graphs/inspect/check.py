@@ -16,7 +16,7 @@ from graphdecode.buffers import StepBuffers
 from graphdecode.graphs.errors import CaptureError, Refuse, caller, definition_of
 from graphdecode.graphs.inspect.observer import Given, Schema, StepObserver, mapped, observed
 from graphdecode.graphs.inspect.owners import Owners, storage_key
-from graphdecode.graphs.step_graph import Step, slots_restored
+from graphdecode.graphs.step_graph import Step, check_arguments, slots_restored
 
 # magnitudes of hostile values: finite in float16, as masks may multiply; one is small, as a step may saturate
 _HOSTILE = (1e4, 3e4, 2.0)
@@ -89,6 +89,7 @@ def check(
         constants: tensors and modules that the step only reads.
         between_steps: host code that runs between two steps (counters, other lengths).
     """
+    check_arguments(step, buffers)
     owners = Owners(buffers, constants)
     findings: dict[tuple[str, str | None, int | None], Finding] = {}
 
