@@ -509,6 +509,18 @@ class ServerConfig:
         "Folder from which POST /v1/load_lora_adapter may load adapters; left out: the endpoint is disabled.",
     )
     log_requests: bool = key(SERVER, False, BOOLEAN, "Log prompts and outputs.")
+    root_path: str = key(
+        SERVER,
+        "",
+        matching(r"(/[^/\s]+)*", "a path such as /llm", "PATH"),
+        "Path below which a proxy serves this server, whether it strips it or not.",
+    )
+    dev_endpoints: bool = key(
+        SERVER,
+        False,
+        BOOLEAN,
+        "Serve POST /sleep, /wake_up, /reset_prefix_cache and GET /is_sleeping of one engine, behind its API keys.",
+    )
 
     def __post_init__(self) -> None:
         check_keys(self)

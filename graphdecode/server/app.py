@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import hmac
 import time
+import uuid
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from functools import partial
 from ipaddress import IPv4Address, IPv6Address, ip_address
@@ -21,14 +22,14 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from graphdecode.config import ServerConfig
-from graphdecode.errors import shown
+from graphdecode.errors import AnswerError, shown
 from graphdecode.server.completions import GENERATING, Endpoint, rendered_chat
-from graphdecode.server.http import HANDLERS, HttpError, error_response, unless_disconnected
+from graphdecode.server.http import BUSY, HANDLERS, HttpError, error_response, unless_disconnected
 from graphdecode.server.preprocessing import Preprocessor
-from graphdecode.server.protocol import Detokenize, LoadAdapter, Tokenize, UnloadAdapter
+from graphdecode.server.protocol import MAX_ID_LENGTH, Detokenize, LoadAdapter, Tokenize, UnloadAdapter
 from graphdecode.server.service import Service
 
 _KEY = "graphdecode.key"  # in a scope: the digest of the request's key
@@ -40,6 +41,36 @@ _PAGE_HEADERS = {
     "Referrer-Policy": "no-referrer",
     "X-Content-Type-Options": "nosniff",
 }
+
+
+_DEV = "/sleep", "/wake_up", "/is_sleeping", "/reset_prefix_cache"
+_GUARDED = "/v1", *_DEV  # paths that need a key begin with these
+
+
+class Addressed:
+    """Middleware: the path below which a proxy serves, and each response's X-Request-Id: the request's, or a new one.
+
+    A proxy may strip the path or not.
+    """
+
+    def __init__(self, app: ASGIApp, root_path: str) -> None:
+        self._app, self._root_path = app, root_path
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve a request."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        name = Headers(scope=scope).get("x-request-id", "")[:MAX_ID_LENGTH] or uuid.uuid4().hex
+        header = (b"x-request-id", name.encode("latin-1"))
+
+        async def send_named(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message = {**message, "headers": [*message.get("headers", ()), header]}
+            await send(message)
+
+        scope["root_path"] = scope.get("root_path", "") + self._root_path
+        await self._app(scope, receive, send_named)
 
 
 class Guard:
@@ -71,12 +102,18 @@ def check_host(hosts: Sequence[str], scope: Scope) -> None:
             raise HttpError(403, message, code="host")
 
 
+def _path_below_root(scope: Scope) -> str:
+    """Return the path by which a request is routed, as Starlette does."""
+    path, root = str(scope["path"]), str(scope.get("root_path", ""))
+    return path.removeprefix(root) if path == root or path.startswith(f"{root}/") else path
+
+
 def check_key(keys: Sequence[str], scope: Scope) -> None:
-    """Refuse requests to /v1 without a key, and keep its digest in the scope for `caller_of`.
+    """Refuse requests without a key to /v1, and to what controls the engine; keep its digest for `caller_of`.
 
     Comparing takes as long for a wrong key as for a right one.
     """
-    if not scope["path"].startswith("/v1") or scope["method"] == "OPTIONS":
+    if not _path_below_root(scope).startswith(_GUARDED) or scope["method"] == "OPTIONS":
         return
     scheme, _, key = dict(scope["headers"]).get(b"authorization", b"").partition(b" ")
     matches = [hmac.compare_digest(key.strip(), known.encode()) for known in keys]
@@ -193,20 +230,54 @@ def live(service: Service) -> dict[str, Any]:
     }
 
 
-def make_app(service: Service) -> Starlette:
-    """Return the application over a service that was started."""
+def _dev_routes(service: Service) -> list[Route]:
+    """Return the endpoints of vLLM's development mode, which control the engine."""
+    control = service.client.control
+
+    async def sleep(request: Request) -> Response:
+        given = request.query_params.get("level", "1")
+        if given not in ("1", "2"):
+            raise HttpError(400, f"level must be 1 or 2, got {shown(given)}", param="level")
+        await control("sleep", int(given))
+        return JSONResponse({"status": "sleeping", "level": int(given)})
+
+    async def wake_up(request: Request) -> Response:
+        tags = request.query_params.getlist("tags") or None
+        await control("wake_up", tags)
+        return JSONResponse({"status": "sleeping" if await control("is_sleeping") else "awake", "tags": tags})
+
+    async def is_sleeping(_: Request) -> Response:
+        return JSONResponse({"is_sleeping": await control("is_sleeping")})
+
+    async def reset_prefix_cache(_: Request) -> Response:
+        try:
+            await control("reset_prefix_cache")
+        except AnswerError as error:
+            if error.code != BUSY:
+                raise
+            return JSONResponse({"success": False})
+        return JSONResponse({"success": True})
+
+    posted = {"/sleep": sleep, "/wake_up": wake_up, "/reset_prefix_cache": reset_prefix_cache}
+    routes = [Route(path, endpoint, methods=["POST"]) for path, endpoint in posted.items()]
+    return [*routes, Route("/is_sleeping", is_sleeping)]
+
+
+def make_app(service: Service, *, is_alone: bool = True) -> Starlette:
+    """Return the application over a service that was started; only one that `is_alone` has `dev_endpoints`."""
     card = {
         "id": service.model_name,
         "object": "model",
         "created": int(time.time()),
         "owned_by": "graphdecode",
-        "root": service.path.name,
+        "root": str(service.path),
         "max_model_len": service.client.rules.capacity.token_limit,
     }
 
     def card_of(name: str) -> dict[str, object]:
         is_adapter = service.preprocessor.adapter_of(name) is not None
-        return card | ({"id": name, "root": name, "parent": service.model_name} if is_adapter else {})
+        root = service.client.adapters.get(name, name)
+        return card | ({"id": name, "root": root, "parent": service.model_name} if is_adapter else {})
 
     def all_models(_: Request) -> dict[str, object]:
         return {"object": "list", "data": [card_of(name) for name in (service.model_name, *service.client.adapters)]}
@@ -236,11 +307,15 @@ def make_app(service: Service) -> Starlette:
         Route("/ping", _get(health)),
         Route("/version", _get(lambda _: {"version": service.version})),
         Route("/metrics", _get(lambda _: Response(service.metrics.text(), media_type=metrics_type))),
+        Route("/load", _get(lambda _: {"server_load": service.num_open})),
         Route("/live", _get(lambda _: live(service))),
         Route("/", _get(lambda _: FileResponse(_PAGE / "index.html", headers=_PAGE_HEADERS))),
         Mount("/page", StaticFiles(directory=_PAGE)),
     ]
-    config, middleware = service.config, list[Middleware]()
+    config = service.config
+    if config.dev_endpoints and is_alone:
+        routes += _dev_routes(service)
+    middleware = [Middleware(Addressed, root_path=config.root_path)]
     if (names := own_names(config)) is not None:
         middleware.append(Middleware(Guard, check=partial(check_host, names)))
     if origins := config.cors_origins:

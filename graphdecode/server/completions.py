@@ -165,6 +165,8 @@ class Reply(Response, ABC):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Generate and send, until the client disconnects; raises `HttpError` if there is no room."""
         self._room.enter_context(self.service.reserved(len(self.cursors)))
+        if asked := Headers(scope=scope).get("x-request-id"):  # takes precedence, as in vLLM
+            self._head["id"] = f"{self.prefix}-{asked[: protocol.MAX_ID_LENGTH]}"
         failed: Exception | None = None
         sending = self._stream(send) if self.body_fields.stream else self._whole(scope, receive, send)
         try:

@@ -18,7 +18,7 @@ from graphdecode.engine import Event, Request, RequestMetrics
 from graphdecode.engine.request import RequestRules
 from graphdecode.errors import AnswerError, ArgumentError
 from graphdecode.server import messages, start_engine_process
-from graphdecode.server.http import RESTARTING
+from graphdecode.server.http import BUSY, REFUSED, RESTARTING
 
 _DIED = "the engine's process ended before the output was complete"
 _PAUSES = (1, 2, 4, 8, 16, 32, 60)  # seconds after a failed start; the last one repeats
@@ -189,13 +189,17 @@ class EngineClient:
             self._on_status(message)
         elif isinstance(message, messages.AdapterChanged):
             self._end_change(message.number, None if message.error is None else ArgumentError(message.error))
+        elif isinstance(message, messages.Controlled):
+            code = BUSY if message.is_busy else REFUSED
+            failed = None if message.error is None else AnswerError(message.error, code)
+            self._end_change(message.number, failed, message.result)
         elif isinstance(message, list):
             await self._handle_events(message)
 
-    def _end_change(self, number: int, error: Exception | None) -> None:
+    def _end_change(self, number: int, error: Exception | None, result: Any = None) -> None:
         change = self._changes.get(number)
         if change is not None and not change.done():
-            change.set_result(None) if error is None else change.set_exception(error)
+            change.set_result(result) if error is None else change.set_exception(error)
 
     async def _handle_events(self, events: list[tuple[Any, ...]]) -> None:
         for first in range(0, len(events), _EVENTS_AT_ONCE):
@@ -252,19 +256,26 @@ class EngineClient:
 
         Raises `ArgumentError` if it cannot be used or none has that name, `AnswerError` during a restart.
         """
-        if not self.serves:
-            raise AnswerError("the engine is restarting; try again in a few seconds", RESTARTING)
-        number = next(self._numbers)
-        change = self._changes[number] = asyncio.get_running_loop().create_future()
-        self._write(messages.ChangeAdapter(number, name, folder))
-        try:
-            await change
-        finally:
-            del self._changes[number]
+        await self._changed(lambda number: messages.ChangeAdapter(number, name, folder))
         if folder is None:
             self.adapters.pop(name, None)
         else:
             self.adapters[name] = folder
+
+    async def control(self, method: str, argument: Any = None) -> Any:
+        """Call a method of the engine (see `Control`); raises `AnswerError` if it refuses, or during a restart."""
+        return await self._changed(lambda number: messages.Control(number, method, argument))
+
+    async def _changed(self, message_of: Callable[[int], Any]) -> Any:
+        if not self.serves:
+            raise AnswerError("the engine is restarting; try again in a few seconds", RESTARTING)
+        number = next(self._numbers)
+        change = self._changes[number] = asyncio.get_running_loop().create_future()
+        self._write(message_of(number))
+        try:
+            return await change
+        finally:
+            del self._changes[number]
 
     def abort(self, request_id: int) -> None:
         """See `Engine.abort`."""

@@ -23,12 +23,12 @@ from graphdecode.distributed import RankError
 from graphdecode.engine import Engine, Event, RequestMetrics
 from graphdecode.engine.constraint import Constraint, ConstraintError
 from graphdecode.engine.loading import load_engine
-from graphdecode.errors import AnswerError, ArgumentError, GraphdecodeError
+from graphdecode.errors import AnswerError, ArgumentError, EngineStateError, GraphdecodeError
 from graphdecode.models.load import return_free_memory
 from graphdecode.profiling.environment import cache_bytes, read_bandwidth
 from graphdecode.server import messages
 from graphdecode.server.fork_pool import STACK_BYTES
-from graphdecode.server.http import REFUSED
+from graphdecode.server.http import REFUSED, SLEEPING
 from graphdecode.text.grammar import Grammars
 
 _STATUS_EVERY_SECONDS = 0.25
@@ -100,6 +100,8 @@ class EngineProcess:
             self._compilers.submit(return_free_memory)  # a grammar is scattered over the heap
         elif isinstance(message, messages.ChangeAdapter):
             self._loaders.submit(self._change_adapter, message)  # no step waits for a file
+        elif isinstance(message, messages.Control):
+            self._loaders.submit(self._control, message)
         elif isinstance(message, messages.Finish):
             self._cancel_unused(self._waiting.pop(message.request_id, (None,))[0])
             self._engine.finish(self._forget(message.request_id), message.num_tokens)
@@ -114,6 +116,16 @@ class EngineProcess:
         except Exception as refused:  # whatever a file's contents lead to, the client is told
             error = str(refused) or type(refused).__name__
         self._connection.send(messages.AdapterChanged(message.number, error))
+
+    def _control(self, message: messages.Control) -> None:
+        result, error, is_busy = None, None, False
+        try:
+            found = getattr(self._engine, message.method)
+            arguments = () if message.argument is None else (message.argument,)
+            result = found(*arguments) if callable(found) else found
+        except Exception as refused:
+            error, is_busy = str(refused) or type(refused).__name__, isinstance(refused, EngineStateError)
+        self._connection.send(messages.Controlled(message.number, result, error, is_busy))
 
     def _add_compiled(self) -> None:
         if not self._engine.has_work:
@@ -152,6 +164,7 @@ class EngineProcess:
         except GraphdecodeError as error:
             metrics = RequestMetrics(time.perf_counter())
             code = REFUSED if isinstance(error, ArgumentError | ConstraintError) else None
+            code = SLEEPING if isinstance(error, EngineStateError) else code
             refusal = Event(message.request_id, [], None, "error", None, metrics, str(error), error_code=code)
             self._connection.send([messages.pack_event(refusal, message.request_id, with_metrics=True)])
         else:

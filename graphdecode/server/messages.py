@@ -81,6 +81,23 @@ class AdapterChanged(NamedTuple):
     error: str | None  # why nothing was changed; None: it was
 
 
+class Control(NamedTuple):
+    """Call a method of the engine; `Controlled` answers with the same number."""
+
+    number: int
+    method: str  # "sleep", "wake_up", "is_sleeping" or "reset_prefix_cache"
+    argument: Any = None
+
+
+class Controlled(NamedTuple):
+    """The outcome of a `Control`."""
+
+    number: int
+    result: Any
+    error: str | None  # why nothing was changed
+    is_busy: bool  # because of requests, or of a sleep: later it may be possible
+
+
 class EngineReady(NamedTuple):
     """The engine serves."""
 

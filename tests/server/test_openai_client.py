@@ -243,6 +243,7 @@ def test_an_unknown_model_is_404_and_a_wrong_key_401(served: Served, client: ope
     with served.client() as anybody:
         assert anybody.get("/health").status_code == 200
         assert anybody.get("/v1/models").status_code == 401
+        assert anybody.post("/sleep", headers={"Authorization": f"Bearer {KEY}"}).status_code == 404  # if not asked for
 
 
 def test_unknown_fields_are_ignored_and_named_once(served: Served, client: openai.OpenAI) -> None:

@@ -35,7 +35,7 @@ class Replica:
         self._leases: dict[str, tuple[asyncio.Event, asyncio.Event]] = {}  # set at the request's arrival and end
         self._served_at = time.monotonic()
         await self.service.start()
-        self._app = _signed(make_app(self.service), self.name)
+        self._app = _signed(make_app(self.service, is_alone=False), self.name)
         self._address = ""
         if listens:
             node = ray.util.get_node_ip_address()
