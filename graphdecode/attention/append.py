@@ -65,7 +65,13 @@ def get_seq_lens(kv_indptr: Tensor, kv_last_page_len: Tensor, page_size: int) ->
     return torch.where(pages > 0, (pages - 1) * page_size + kv_last_page_len, 0).to(torch.int32)
 
 
-def get_batch_indices_positions(append_indptr: Tensor, seq_lens: Tensor, nnz: int) -> tuple[Tensor, Tensor]:
+def get_batch_indices_positions(
+    append_indptr: Tensor,
+    seq_lens: Tensor,
+    nnz: int,
+    batch_indices: Tensor | None = None,
+    positions: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """Return the row and the position of each appended token, both int32 [nnz].
 
     The tokens of row i are `append_indptr[i]` to `append_indptr[i + 1]`, and are the newest of its `seq_lens[i]`
@@ -76,6 +82,7 @@ def get_batch_indices_positions(append_indptr: Tensor, seq_lens: Tensor, nnz: in
         append_indptr: int32 [b + 1].
         seq_lens: int32 [b], tokens of each row, the appended ones included.
         nnz: how many entries to make.
+        batch_indices, positions: int32 [nnz], where to write them; None: new tensors.
 
     Raises:
         ValueError: the shapes do not fit, or nnz is negative.
@@ -87,13 +94,21 @@ def get_batch_indices_positions(append_indptr: Tensor, seq_lens: Tensor, nnz: in
             f"seq_lens must have one entry less than append_indptr, got {tuple(seq_lens.shape)} and "
             f"{tuple(append_indptr.shape)}"
         )
+    for name, given in (("batch_indices", batch_indices), ("positions", positions)):
+        if given is not None:
+            require_tensors(append_indptr.device, **{name: given})
+            require_fit(name, given, (nnz,), torch.int32)
     tokens = torch.arange(nnz, dtype=torch.int32, device=append_indptr.device)
-    if seq_lens.shape[0] == 0:
-        return torch.full_like(tokens, -1), torch.zeros_like(tokens)
-    row = torch.searchsorted(append_indptr[1:].contiguous(), tokens, right=True).clamp(max=seq_lens.shape[0] - 1)
-    inside = tokens < append_indptr[-1]
-    position = seq_lens[row] - append_indptr[row + 1] + tokens
-    return torch.where(inside, row, -1).to(torch.int32), torch.where(inside, position, 0).to(torch.int32)
+    rows, places = torch.full_like(tokens, -1), torch.zeros_like(tokens)
+    if seq_lens.shape[0]:
+        row = torch.searchsorted(append_indptr[1:].contiguous(), tokens, right=True).clamp(max=seq_lens.shape[0] - 1)
+        inside = tokens < append_indptr[-1]
+        rows = torch.where(inside, row, -1).to(torch.int32)
+        places = torch.where(inside, seq_lens[row] - append_indptr[row + 1] + tokens, 0).to(torch.int32)
+    return (
+        rows if batch_indices is None else batch_indices.copy_(rows),
+        places if positions is None else positions.copy_(places),
+    )
 
 
 def append_paged_kv_cache(

@@ -37,6 +37,16 @@ def test_batch_indices_and_positions_follow_the_lengths(device):
     assert rows.dtype == positions.dtype == torch.int32
 
 
+def test_rows_and_positions_go_where_they_are_wanted(device):
+    indptr, lens = (torch.tensor(each, dtype=torch.int32, device=device) for each in ([0, 1, 3], [5, 4]))
+    given = [torch.zeros(4, dtype=torch.int32, device=device) for _ in range(2)]
+    found = get_batch_indices_positions(indptr, lens, 4, *given)
+    assert all(ours is theirs for ours, theirs in zip(found, given, strict=True))
+    assert [each.tolist() for each in given] == [[0, 1, 1, -1], [4, 2, 3, 0]]
+    with pytest.raises(ValueError, match="positions"):
+        get_batch_indices_positions(indptr, lens, 4, None, given[1][:3])
+
+
 def test_seq_lens_count_whole_pages_and_the_last_one(device):
     indptr = torch.tensor([0, 3, 3, 4], dtype=torch.int32, device=device)
     last = torch.tensor([2, 4, 4], dtype=torch.int32, device=device)

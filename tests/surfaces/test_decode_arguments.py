@@ -139,11 +139,12 @@ def test_sinks_and_several_queries_may_be_given_to_run(q_len, window, device):
         ({"indices": None}, "block_tables"),
         ({"last_page_len": None}, "seq_lens"),
         ({"fixed_split_size": 1 << 40}, "fixed_split_size"),
+        ({"q_len_per_req": 2, "is_causal": False}, "is_causal"),
     ],
 )
 def test_a_plan_that_does_not_fit_is_refused_by_name_and_the_last_one_stays(options, names):
     rows, q = rows_of(LENS, "cpu"), queries(4, "cpu")
-    wrapper = planned(rows, wrapper_of("cpu"))
+    wrapper = planned(rows, wrapper_of("cpu", use_tensor_cores=True))
     plain = ran(rows, q, wrapper)
     with pytest.raises(ValueError, match=names):
         planned(rows, wrapper, **options)

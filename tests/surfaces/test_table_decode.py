@@ -154,6 +154,8 @@ def test_captured_once_it_is_right_at_later_tables_lengths_and_scales(device):
         ({"uses_shared_paged_kv_idx": False}, "uses_shared_paged_kv_idx"),
         ({"enable_block_sparse_attention": True}, "enable_block_sparse_attention"),
         ({"o_scale": 2.0}, "o_scale"),
+        ({"cp_world": 2}, "cp_world"),
+        ({"causal_seqlens_kv_global": torch.zeros(4)}, "causal_seqlens_kv_global"),
         ({"o_sf_scale": 1.0}, "o_sf_scale"),
         ({"out_dtype": "nvfp4"}, "out_dtype"),
         ({"backend": "mine"}, "backend"),

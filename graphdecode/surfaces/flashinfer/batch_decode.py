@@ -153,6 +153,7 @@ class BatchDecodeWithPagedKVCacheWrapper:
         seq_lens: Tensor | None = None,
         fixed_split_size: int | None = None,
         disable_split_kv: bool = False,
+        is_causal: bool | None = None,
     ) -> None:
         """Set the rows and the parameters of later `run`s.
 
@@ -187,6 +188,7 @@ class BatchDecodeWithPagedKVCacheWrapper:
             seq_lens: int32 [b], tokens of each row; used without `last_page_len`, else they must agree.
             fixed_split_size: split rows into so many pages each, whatever the batch, as with `batch_invariant`.
             disable_split_kv: do not split rows, which makes bits independent of the batch, too.
+            is_causal: part of the surface; must not be False with several queries a row.
 
         Raises:
             ValueError: an argument does not fit; nothing has changed then.
@@ -199,6 +201,8 @@ class BatchDecodeWithPagedKVCacheWrapper:
         self._check_queries(q_len_per_req)
         if window_right != 0:
             raise ValueError(f"window_right must be 0: no query sees keys behind its own, got {shown(window_right)}")
+        if is_causal is not None and not is_causal and q_len_per_req > 1:
+            raise ValueError(f"is_causal must be True with q_len_per_req={q_len_per_req}, got {shown(is_causal)}")
         fixed_split = self._fixed_split(fixed_split_size, disable_split_kv, page_size)
         pages = PageLists.of(indptr, indices, last_page_len, block_tables, seq_lens, page_size)
         self._plan_rows(problem, pages, fixed_split, non_blocking=non_blocking)
@@ -443,9 +447,25 @@ class BatchDecodeWithPagedKVCacheWrapper:
         )  # fmt: skip
         return self.run(q, paged_kv_cache, q_scale, k_scale, v_scale, return_lse)
 
-    def forward_return_lse(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def forward_return_lse(
+        self,
+        q: Tensor,
+        paged_kv_cache: PagedCache,
+        pos_encoding_mode: str = "NONE",
+        q_scale: float | None = None,
+        k_scale: float | None = None,
+        v_scale: float | None = None,
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+    ) -> tuple[Tensor, Tensor]:
         """Attend as `forward` does, and return the log-sum-exps too."""
-        result = self.forward(*args, **kwargs, return_lse=True)
+        result = self.forward(
+            q, paged_kv_cache, pos_encoding_mode, q_scale, k_scale, v_scale, window_left, logits_soft_cap, sm_scale,
+            rope_scale, rope_theta, return_lse=True,
+        )  # fmt: skip
         return result[0], result[1]
 
     def run_return_lse(

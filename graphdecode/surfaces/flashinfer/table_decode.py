@@ -61,7 +61,12 @@ def trtllm_batch_decode_with_kv_cache(
     bmm1_scale_log2: Tensor | None = None,
     multi_ctas_kv_counter_buffer: Tensor | None = None,
     enable_block_sparse_attention: bool = False,
+    cp_world: int = 1,
+    cp_rank: int = 0,
+    causal_seqlens_kv_global: Tensor | None = None,
     bf16q_fp8kv_transform_mode: str | None = None,
+    request_order: Tensor | None = None,
+    request_order_plan: Any = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attend from each row's newest tokens to its pages, as its row of `block_tables` names them.
 
@@ -86,9 +91,10 @@ def trtllm_batch_decode_with_kv_cache(
         lse: where to write the log-sum-exps, fp32 [b * q_len_per_req, num_qo_heads], contiguous.
         return_lse: whether to return them.
         bmm1_scale_log2: one float32 on the device, bmm1_scale * log2(e); takes precedence over a tensor `bmm1_scale`.
-        enable_pdl, backend, multi_ctas_kv_counter_buffer, bf16q_fp8kv_transform_mode: hints, without effect.
-        others: of fp4 results, tree masks, rows of several numbers of queries, sparse attention and scales of fp4
-            caches; what is not neutral is refused.
+        enable_pdl, backend, multi_ctas_kv_counter_buffer, bf16q_fp8kv_transform_mode, request_order and
+            request_order_plan: hints, without effect.
+        others: of fp4 results, tree masks, rows of several numbers of queries, sparse attention, scales of fp4 caches
+            and caches split among ranks; what is not neutral is refused.
 
     Returns:
         The output, 0 for empty rows; with return_lse also the base-2 log-sum-exps of the logits, -inf for empty rows.
@@ -108,6 +114,9 @@ def trtllm_batch_decode_with_kv_cache(
         o_scale=(1.0 if o_scale is None else o_scale, 1.0),
         mask=(mask, None),
         kv_cache_sf=(kv_cache_sf, None),
+        cp_world=(cp_world, 1),
+        cp_rank=(cp_rank, 0),
+        causal_seqlens_kv_global=(causal_seqlens_kv_global, None),
     )
     if bmm1_scale_log2 is not None and isinstance(bmm1_scale, Tensor):
         require_tensors(query.device, bmm1_scale_log2=bmm1_scale_log2)
