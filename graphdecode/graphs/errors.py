@@ -84,6 +84,10 @@ HAZARDS = {
         "no operator in the step's thread did this work: a graph would not contain it",
         "do all work in the thread that calls the step, and on a GPU on its stream",
     ),
+    "lost-result": (
+        "the step's result is in no slot: a replay gives nothing back, and its own tensors are overwritten",
+        "write the result into a slot with copy_, or into an adopted tensor",
+    ),
     "unregistered-launch": (
         "a Triton kernel is launched outside of any registered operator: it can be neither recorded nor checked",
         "register it with torch.library, with the tensors that it writes in mutates_args",

@@ -209,8 +209,11 @@ class RecordedStepGraph(StepGraph):
         for _ in range(2):
             recorder = Recorder(owners, blocks)
             with observed(recorder, batch, step=step) as watched:
-                step(watched)
-            del watched
+                result = step(watched)
+            last = recorder.nodes[-1] if recorder.nodes else Node("", "", *definition_of(step))
+            if (lost := recorder.lost_result(result, last[2:4])) is not None:
+                raise lost
+            del watched, result
             if not (is_first or recorder.memory.is_kept()):
                 break  # else the second run refuses what Python keeps from the first
         if not recorder.calls:

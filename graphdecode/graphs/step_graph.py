@@ -18,7 +18,7 @@ from graphdecode.errors import ArgumentError
 if TYPE_CHECKING:
     from graphdecode.graphs.inspect.owners import Owners
 
-Step = Callable[[Batch], None]
+Step = Callable[[Batch], Any]
 Replay = Callable[[], None]
 
 

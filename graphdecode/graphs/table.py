@@ -442,8 +442,8 @@ class GraphManager(GraphTable):
         options |= {"constants": constants, "backend": backend, "warmup_steps": warmup_steps}
 
         @functools.wraps(step)  # errors name its line
-        def of_shape(_: StepShape, batch: Batch) -> None:
-            step(batch)
+        def of_shape(_: StepShape, batch: Batch) -> Any:
+            return step(batch)
 
         super().__init__(of_shape, buffers, shapes, **options)
 

@@ -295,6 +295,20 @@ bad(
 )
 
 
+bad(
+    "lost-result",
+    product_that_is_returned=lambda batch: batch.x @ WEIGHT.T,
+    returned_beside_a_slot=lambda batch: (batch.y.copy_(batch.x), {"logits": batch.x * 2}),
+    nothing_written=lambda batch: (batch.x + 1) is None,
+)
+
+
+@bad("lost-result")
+def sum_in_scratch(batch) -> None:
+    scratch = torch.zeros_like(batch.x)
+    scratch.add_(batch.x)
+
+
 # steps that do something else each time, of which a graph would repeat the first
 
 

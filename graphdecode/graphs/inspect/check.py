@@ -98,19 +98,21 @@ def check(
         found = Finding(error.kind, error.operator, error.file, error.line, error.why, error.remedy)
         findings.setdefault((error.kind, error.file, error.line), found)
 
-    traces = []
+    traces, lost = [], []
     with slots_restored(buffers):
         for seed in range(2):
             if seed and between_steps is not None:
                 between_steps()
             _fill(buffers, seed)
             tracer = _Tracer(owners, collect)
-            _run(step, buffers, tracer)
+            lost.append(_run(step, buffers, tracer))
             traces.append(tracer.trace)
     if not any(finding.kind in _EXPLAIN_DIFFERENCES for finding in findings.values()):
         _compare(*traces, refuse=collect)
     if not findings and not any(traces):
         collect(CaptureError("unseen-work", "the step", "it ran no operator", definition_of(step)))
+    if not findings and (error := lost[0] or lost[1]) is not None:
+        collect(error)
     if not findings:  # else the runs are not comparable
         with slots_restored(buffers):
             _find_mixed_rows(step, buffers, owners, collect)
@@ -144,17 +146,21 @@ class _Tracer(StepObserver):
         return f"{place} {list(value.shape)} {value.dtype}, offset {value.storage_offset()}, strides {value.stride()}"
 
 
-def _run(step: Step, buffers: StepBuffers, tracer: _Tracer) -> None:
+def _run(step: Step, buffers: StepBuffers, tracer: _Tracer) -> CaptureError | None:
+    """Run the step; return why its result is lost, if it is."""
+    lost = None
     addresses = {name: tensor.data_ptr() for name, tensor in buffers.tensors.items()}
     try:
         with observed(tracer, buffers.narrow(buffers.max_batch_size), step=step) as batch:
-            step(batch)
+            result = step(batch)
+        lost = tracer.lost_result(result, tracer.trace[-1][2] if tracer.trace else definition_of(step))
     except CaptureError as error:
         tracer.refuse(error)
     for name, tensor in buffers.tensors.items():
         if tensor.data_ptr() != addresses[name]:
             detail = f"the memory of {name} was replaced"
             tracer.refuse(CaptureError("moved", f"buffers.{name}", detail, definition_of(step)))
+    return lost
 
 
 def _compare(first: list[_Call], second: list[_Call], *, refuse: Refuse) -> None:

@@ -190,6 +190,17 @@ class StepObserver(TorchDispatchMode):
         slots = {f"batch.{name}": tensor for name, tensor in self._slots.tensors.items()}
         return slots | self._constants.tensors
 
+    def lost_result(self, result: Any, location: tuple[str | None, int | None]) -> CaptureError | None:
+        """Return why nobody can read what a step has computed; None if it is in slots or adopted tensors."""
+        lost = [tensor for tensor in tensors_of(result) if storage_key(tensor) in {None, *self.made}]
+        if lost:
+            detail = f"it returns a tensor of shape {list(lost[0].shape)}"
+        elif self.last_operator is not None and not any(key in self._slots for key in self.written):
+            detail = "it writes no slot"
+        else:
+            return None
+        return CaptureError("lost-result", "the step", detail, location)
+
     def refuse(self, error: CaptureError) -> None:
         """Raise a hazard, or collect it."""
         if self._collect is None:
