@@ -16,6 +16,7 @@ from graphdecode.errors import ArgumentError
 from graphdecode.linear.weight_form import Stored
 from graphdecode.models.checkpoint import Checkpoint
 from graphdecode.models.family import family_of
+from graphdecode.models.fit import fitted_config
 from graphdecode.models.gguf.files import shards_of
 from graphdecode.models.gguf.source import Gguf
 from graphdecode.models.gguf.tokenizer import vocabulary_fields
@@ -62,7 +63,7 @@ def quantized_copy(
     path = source.path if isinstance(source, PlainGguf) else source.folder
     _check_out(out, path, fitting, overwrite)
     check_model(path, model_impl="native")
-    config = source.config()
+    config = fitted_config(source, source.config())
     quantizing = quantized_on_load(source, config, quantize, group_size)
     names = [part.name for part in parts(quantizing.weight_map)]
     _check_room(out, [quantizing.tensors[name] for name in names])

@@ -162,7 +162,7 @@ class WeightReload:
         check_config(self.model.config, describe_shard(name, self.settings))
         if self.settings.quantize != "none":
             check_stored(open_source(self.name), open_source(name, given))
-        loaded = self.load(name, replaced=given)
+        loaded = self.load(name, replaced=given, ties=getattr(self.model.config, "tie_word_embeddings", None))
         check_layout(self.model, loaded)
         return loaded, replace(self, name=name, given=frozenset(given))
 

@@ -1,6 +1,7 @@
 """A checkpoint folder as a source of weights: config.json and safetensors, single or in shards; never a pickle."""
 
 import json
+import re
 import struct
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -18,6 +19,7 @@ from graphdecode.linear.weight_form import Shard, Stored
 from graphdecode.models.config import ModelConfig
 from graphdecode.models.family import config_of, family_of
 from graphdecode.models.fields import UnsupportedModelError, eos_token_ids, flag, read_json
+from graphdecode.models.multimodal import text_names, text_settings
 from graphdecode.models.peft.fields import ADAPTER_FILE
 from graphdecode.models.quantized.method import Method, PackedTensor
 from graphdecode.models.quantized.methods import CONFIGURATIONS, method_of
@@ -51,6 +53,8 @@ class Checkpoint:
         self.name = str(self.folder)
         self._place_of: dict[str, tuple[Path, str]] = {}  # tensor -> its file, and its name there
         self._packed: dict[str, PackedTensor] = {}
+        self._ours: Mapping[str, str] = {}  # names in the files -> names here
+        self._skipped: list[str] = []
 
     @classmethod
     def opens(cls, model: str | Path) -> bool:
@@ -62,7 +66,7 @@ class Checkpoint:
         file, generation = self.folder / "config.json", self.folder / GENERATION_FILE
         if not file.exists():
             raise UnsupportedModelError(self._no_config())
-        settings = read_json(file)
+        settings = text_settings(read_json(file))
         try:
             method = method_of(settings)
             config = config_of({name: value for name, value in settings.items() if name not in CONFIGURATIONS})
@@ -91,10 +95,10 @@ class Checkpoint:
                         self._place_of[name] = (file, name)
             except (OSError, SafetensorError) as error:
                 raise CheckpointError(f"{file}: {_what_is_missing(file) or error}") from error
-        if self._lacks_prefix(found):
-            stored_as = {name if name.startswith("lm_head.") else f"{_PREFIX}{name}": name for name in found}
-            self._place_of = {name: self._place_of[stored] for name, stored in stored_as.items()}
-            found = {name: found[stored] for name, stored in stored_as.items()}
+        self._ours = self._names(found)
+        self._skipped = [name for name in found if name not in self._ours]
+        self._place_of = {name: self._place_of[stored] for stored, name in self._ours.items()}
+        found = {name: found[stored] for stored, name in self._ours.items()}
         method = self._method
         if method is None:
             return found
@@ -106,6 +110,15 @@ class Checkpoint:
             if name not in used and not name.endswith(method.unused_suffixes)
         }
         return plain | {name: packed.stored for name, packed in self._packed.items()}
+
+    @property
+    def skipped(self) -> list[str]:
+        """Tensors of the files that are of other parts than the text model."""
+        return self._skipped if self.tensors else []
+
+    def name_of(self, stored: str) -> str:
+        """Return the name of a tensor here, given its name in the files."""
+        return self._ours.get(stored, stored) if self.tensors else stored
 
     def read(self, name: str, out: Tensor, shard: Shard | None = None) -> None:
         """Copy a tensor, or a shard of it, into `out`."""
@@ -125,16 +138,23 @@ class Checkpoint:
         with safe_open(file, framework="pt", device=str(device)) as reader:
             return reader.get_slice(stored)[part] if part else reader.get_tensor(stored)
 
-    def _lacks_prefix(self, found: Mapping[str, Stored]) -> bool:
-        embedding = "embed_tokens.weight"
-        if embedding not in found or f"{_PREFIX}{embedding}" in found:
-            return False
+    def _names(self, found: Mapping[str, Stored]) -> dict[str, str]:
+        """Return the text model's tensors by their names in the files -> as a model with a head has them."""
+        ours = dict(text_names(found))
         try:
             config = self.config()
         except UnsupportedModelError:
-            return False
-        (part, *_) = family_of(config.architecture).weights(config)["embedding"]
-        return part.name == f"{_PREFIX}{embedding}"
+            return ours
+        (embedding, *_) = family_of(config.architecture).weights(config)["embedding"]
+        table = embedding.name
+        if table in found or table in ours.values():
+            return ours
+        if table.removeprefix(_PREFIX) in found:
+            return {name: name if name.startswith("lm_head.") else f"{_PREFIX}{name}" for name in ours}
+        if config.tie_word_embeddings:  # the output layer's tensor is then the embedding
+            module = table.removesuffix(".weight")
+            ours = {stored: re.sub(r"lm_head(?=\.)", module, name, count=1) for stored, name in ours.items()}
+        return ours
 
     @cached_property
     def _method(self) -> Method | None:

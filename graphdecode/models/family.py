@@ -2,6 +2,7 @@
 
 import importlib
 import math
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
 from dataclasses import replace
@@ -22,6 +23,8 @@ from graphdecode.models.weight_map import Part, WeightMap
 from graphdecode.models.weights import Weights
 
 _STACKED = {".experts.down_proj": Stored((), "F32")}  # of a checkpoint that has one tensor for all experts of a layer
+HEAD = "lm_head.weight"  # of the output layer, in all families
+_PREDICTION = re.compile(r"(?:model\.|backbone\.)?mtp[._].+")
 
 
 class Family(ABC):
@@ -47,6 +50,10 @@ class Family(ABC):
     def weights_in(self, config: ModelConfig, tensors: Mapping[str, Stored]) -> WeightMap:
         """Return the weight map that fits a source's tensors, for families whose checkpoints have several layouts."""
         return self.weights(config)
+
+    def unread(self, config: ModelConfig, tensors: Collection[str]) -> list[str]:
+        """Return the names of tensors that this decoder lacks and transformers ignores: layers that predict tokens."""
+        return [name for name in tensors if _PREDICTION.fullmatch(name)]
 
     @abstractmethod
     def layer(self, config: ModelConfig, weights: Weights, index: int) -> Layer:
@@ -142,5 +149,5 @@ def outer_weights(
         "final_norm": (Part(f"{final_norm}.weight", (config.hidden_size,)),),
     }
     if not config.tie_word_embeddings:
-        places["lm_head"] = (Part("lm_head.weight", table, 0),)
+        places["lm_head"] = (Part(HEAD, table, 0),)
     return places

@@ -1,6 +1,7 @@
 """Loads a decoder from a source of weights, each tensor directly into its place."""
 
 import ctypes
+import logging
 import math
 import os
 import platform
@@ -29,24 +30,29 @@ from graphdecode.linear.groups import GROUP_TYPES, KEPT_GROUPS
 from graphdecode.linear.kept import KeptPanels
 from graphdecode.linear.linear_choice import ChoiceCache, LinearTuner
 from graphdecode.linear.tiles import KeptTiles
-from graphdecode.linear.weight_form import PLAIN_DTYPES, FormOptions, LinearNames, Stored, TensorSource
+from graphdecode.linear.weight_form import PLAIN_DTYPES, FormOptions, LinearNames, TensorSource
 from graphdecode.memory import advise, storage_spans
 from graphdecode.models.adapters import AdapterSlots
+from graphdecode.models.cache_scales import read_cache_scales
 from graphdecode.models.checkpoint import Checkpoint
 from graphdecode.models.config import DTYPES, ModelConfig, ModelShape
 from graphdecode.models.decoder import Decoder
-from graphdecode.models.family import family_of, known_families
+from graphdecode.models.family import HEAD, family_of, known_families
 from graphdecode.models.fields import read_json
+from graphdecode.models.fit import checked_weight_map, fitted_config, skipped_tensors, summary
 from graphdecode.models.gguf.source import Gguf
 from graphdecode.models.model import Model
+from graphdecode.models.multimodal import text_settings
 from graphdecode.models.quantized.methods import METHODS
 from graphdecode.models.quantized.on_load import FORMS_OF, QuantizingSource, quantized_on_load
 from graphdecode.models.shapes import RandomWeights
 from graphdecode.models.split import SplitSource, split_config
 from graphdecode.models.transformers_backend import AdoptedConfig, AdoptedFolder
 from graphdecode.models.updates import ReplacedTensors
-from graphdecode.models.weight_map import CheckpointError, Part, WeightMap, check, parts, runs_of
+from graphdecode.models.weight_map import Part, WeightMap, parts, runs_of
 from graphdecode.models.weights import Weights, can_adapt, is_of_experts
+
+log = logging.getLogger(__name__)
 
 
 class Source(TensorSource, Protocol):
@@ -106,7 +112,7 @@ def adopted(source: Source, model_impl: str = "auto", *, trust_remote_code: bool
         raise ArgumentError(f"model_impl='transformers' runs checkpoint folders, and {source.name} is none")
     file = folder / "config.json"
     if model_impl == "auto":
-        named = read_json(file).get("architectures") if file.exists() else None
+        named = text_settings(read_json(file)).get("architectures") if file.exists() else None
         name = named[0] if isinstance(named, list) and named else None
         if not isinstance(name, str) or name in known_families():  # the native path reports a missing name
             return None
@@ -134,45 +140,6 @@ def filled_pages(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
             filled[page] += min(end, (page + 1) * HUGE_PAGE) - max(begin, page * HUGE_PAGE)
     full = [page for page, count in filled.items() if count >= _LEAST_SHARE * HUGE_PAGE]
     return [(first * HUGE_PAGE, last * HUGE_PAGE + HUGE_PAGE) for first, last in runs_of(full)]
-
-
-_SCALES = (  # names of the scales of keys and values, after the prefix of a layer's attention
-    ("k_scale", "v_scale"),  # compressed-tensors, llm-compressor
-    ("attn.k_scale", "attn.v_scale"),
-    ("k_proj.k_scale", "v_proj.v_scale"),  # ModelOpt
-    ("qkv_proj.k_scale", "qkv_proj.v_scale"),
-    ("k_proj.output_scale", "v_proj.output_scale"),  # older compressed-tensors
-    ("k_cache.scale", "v_cache.scale"),
-    ("kv_scale", "kv_scale"),  # AutoFP8: one for both
-)
-
-
-def cache_scale_names(tensors: Mapping[str, Stored], num_layers: int) -> list[tuple[str, str] | None]:
-    """Return for each layer the names of its key and value scales, if any."""
-    of_layers = [f"model.layers.{layer}.self_attn." for layer in range(num_layers)]
-    pairs = [[(at + key, at + value) for key, value in _SCALES] for at in of_layers]
-    return [next((pair for pair in known if tensors.keys() >= set(pair)), None) for known in pairs]
-
-
-def read_cache_scales(source: TensorSource, num_layers: int, num_kv_heads: int) -> list[tuple[float, float]]:
-    """Return the key and value scales of each layer; 1.0 by default."""
-    found = cache_scale_names(source.tensors, num_layers)
-    pairs = [[1.0, 1.0] if pair is None else [_scale(source, name, num_kv_heads) for name in pair] for pair in found]
-    return [(key, value) for key, value in pairs]
-
-
-def _scale(source: TensorSource, name: str, num_kv_heads: int) -> float:
-    shape = source.tensors[name].shape
-    if math.prod(shape) not in (1, num_kv_heads):
-        raise CheckpointError(
-            f"{name} is {list(shape)} and should be one number, or one for each of {num_kv_heads} heads"
-        )
-    values = torch.empty(shape, dtype=torch.float32)
-    source.read(name, values)
-    largest = float(values.max())
-    if not 0.0 < largest < math.inf:
-        raise CheckpointError(f"{name} divides cached keys or values and must be positive, it is {largest}")
-    return largest
 
 
 _DEQUANTIZE = "none"  # value of `quantize` for dequantizing stored weights
@@ -267,7 +234,7 @@ def check_model(
         by_transformers.check_files(source)
         return by_transformers.config
     config = source.config()
-    _check_weights(source, config)
+    checked_weight_map(source, source.name, config)
     return config
 
 
@@ -314,7 +281,7 @@ def weight_bytes(
     source = open_source(model)
     if isinstance(config, AdoptedConfig):
         return num_parameters(config) * dtype.itemsize
-    keeps_blocks = _has_blocks(source, device, native.is_expected)
+    config, keeps_blocks = fitted_config(source, config), _has_blocks(source, device, native.is_expected)
 
     def size(part: Part) -> int:
         values, stored = math.prod(part.shape), source.tensors[part.name].dtype
@@ -345,6 +312,7 @@ def load_model(
     max_adapter_rank: int = 16,
     adapt_experts: bool = False,
     replaced: Mapping[str, Tensor] | None = None,
+    ties: bool | None = None,
 ) -> Model:
     """Load a decoder; a ValueError says what cannot be used, and nothing stays loaded.
 
@@ -366,13 +334,15 @@ def load_model(
         max_adapters, max_adapter_rank, adapt_experts: adapter slots in each product (0: none), their largest rank, and
             whether experts' products have some, too.
         replaced: plain tensors that replace the model's, by name; the model is only copied from: no huge pages.
+        ties: whether the output layer must be the embedding, or must not, as in the model that is copied to.
     """
     device = torch.device(device)
     source = open_source(model, replaced)
     quantize = _without_stored_method(quantize, source)
     dequantizes = quantize == _DEQUANTIZE
     folder = adopted(source, model_impl, trust_remote_code=trust_remote_code)
-    config = source.config() if folder is None else folder.config
+    stated = source.config() if folder is None else folder.config
+    config = fitted_config(source, stated, ties=ties) if isinstance(stated, ModelConfig) else stated
     if folder is not None and shared is not None:
         split_config(config, shared.count)  # raises
     chosen = resolve_dtype(dtype, config.dtype, device, integer_quantized=config.integer_quantized)
@@ -390,7 +360,9 @@ def load_model(
         loaded = _load_adopted(folder, source, options, quantize, slots, progress, replaced or {})
     else:
         assert isinstance(config, ModelConfig)
-        family, weight_map = family_of(config.architecture), _check_weights(source, config)
+        family, weight_map = family_of(config.architecture), checked_weight_map(source, source.name, config)
+        if replaced is None:
+            _say_what_differs(source, config, stated)
         quantizing = _quantizing(source, config, options, quantize, quantize_group_size)
         weights_from: TensorSource = quantizing or (_Dequantized(source) if dequantizes else source)
         own = weight_map = weight_map if quantizing is None else quantizing.weight_map
@@ -499,18 +471,13 @@ def _has_blocks(source: TensorSource, device: torch.device, compiled: _Compiled)
     return _keeps_blocks(source) and any(stored.dtype in kinds for stored in source.tensors.values())
 
 
-def _check_weights(source: Source, config: ModelConfig) -> WeightMap:
-    """Return the weight map of a source; raise CheckpointError if its tensors do not fit."""
-    weight_map = family_of(config.architecture).weights_in(config, source.tensors)
-    unused = {"lm_head.weight"} if config.tie_word_embeddings else set()
-    scales = cache_scale_names(source.tensors, config.num_hidden_layers)
-    unused |= {name for pair in scales for name in pair or ()}
-    # quantizers write a bias of zeros for layers without one
-    named = {part.name for part in parts(weight_map)}
-    of_groups = {name for name, stored in source.tensors.items() if stored.dtype in GROUP_TYPES}
-    unused |= {name.removesuffix("weight") + "bias" for name in of_groups} - named
-    check(source.name, source.tensors, weight_map, frozenset(unused))
-    return weight_map
+def _say_what_differs(source: Source, config: ModelConfig, stated: ModelShape) -> None:
+    """Log what a configuration ties and the tensors do not, and which tensors are not read."""
+    if config != stated:
+        log.warning("%s: %s has values of its own, and is used although tie_word_embeddings is true", source.name, HEAD)
+    skipped = skipped_tensors(source, config)
+    if skipped:
+        log.warning("%s: %d tensors are skipped: %s", source.name, len(skipped), summary(skipped))
 
 
 def _build(
@@ -533,7 +500,7 @@ def _build(
         held.update({place: whole[place] for place in held if can_adapt(place) and held[place][0].split is not None})
         if len(stem.embedding) == config.vocab_size:  # all of it, not quantized
             names = [layout["embedding"][0].name for layout in (whole, *weights.adapters.layouts)]
-            names += ["lm_head.weight"] * ("lm_head" not in whole)
+            names += [HEAD] * ("lm_head" not in whole)
             weights.adapters.bases.update({name.removesuffix(".weight"): stem.embedding for name in names})
     return decoder
 

@@ -19,7 +19,8 @@ from graphdecode.models.weight_map import CheckpointError
 
 NamedTensors = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
 _KINDS = {dtype: kind for kind, dtype in PLAIN_DTYPES.items()}
-_MAY_DIFFER = ("dtype", "integer_quantized")  # configuration fields that say how weights are stored
+# configuration fields that say how weights are stored
+_MAY_DIFFER = ("dtype", "integer_quantized", "tie_word_embeddings")
 _NOT_LAYOUT = ("choices", "config")  # fields of forms with measurements, which may differ between runs
 
 
@@ -30,9 +31,10 @@ class ReplacedTensors:
     """
 
     def __init__(self, source: Any, given: Mapping[str, Tensor]) -> None:
-        self._source, self._given = source, given
+        name_of = getattr(source, "name_of", str)  # a source may have names other than those of its files
+        self._source, self.given = source, {name_of(name): tensor for name, tensor in given.items()}
         self.tensors: dict[str, Stored] = {**source.tensors}
-        for name, tensor in given.items():
+        for name, tensor in self.given.items():
             kind, held = _KINDS.get(tensor.dtype, str(tensor.dtype)), source.tensors.get(name)
             kind = held.dtype if held is not None and {held.dtype, kind} <= PLAIN_DTYPES.keys() else kind
             self.tensors[name] = Stored((*tensor.shape,), kind)
@@ -42,7 +44,7 @@ class ReplacedTensors:
 
     def read(self, name: str, out: Tensor, shard: Shard | None = None) -> None:
         """Write a tensor, or a shard of it, into `out`; raise CheckpointError if a given one is not finite there."""
-        tensor = self._given.get(name)
+        tensor = self.given.get(name)
         if tensor is None:
             self._source.read(name, out, shard)
         else:
@@ -50,7 +52,7 @@ class ReplacedTensors:
 
     def read_quantized(self, name: str, expert: int | None = None) -> QuantizedWeight | None:
         """Return a quantized weight of the source; None if a plain one replaces it."""
-        return None if name in self._given else self._source.read_quantized(name, expert)
+        return None if name in self.given else self._source.read_quantized(name, expert)
 
 
 def copy_finite(name: str, out: Tensor, tensor: Tensor) -> None:

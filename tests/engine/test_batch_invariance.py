@@ -21,7 +21,7 @@ from graphdecode.kernels.cache.kv_format import KV_FORMATS, decoded, encoded, fo
 from graphdecode.kernels.native import library as native
 from graphdecode.linear.weight_form import Stored
 from graphdecode.models import load_model, resolve_model_path
-from graphdecode.models.load import read_cache_scales
+from graphdecode.models.cache_scales import read_cache_scales
 from graphdecode.models.weight_map import CheckpointError
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {

@@ -31,3 +31,19 @@ ARCHITECTURES = {  # module and class of each family -> its `architecture`
     "deepseek.DeepseekV3": "DeepseekV3ForCausalLM",
     "deepseek.Glm4MoeLite": "Glm4MoeLiteForCausalLM",
 }
+WHOLES: dict[str, str | None] = {  # models that see -> class of their text model; None: see `TEXT_TYPES`
+    "Gemma3ForConditionalGeneration": "gemma.Gemma3",
+    "Gemma4ForConditionalGeneration": "gemma4.Gemma4",
+    "Llama4ForConditionalGeneration": "llama4.Llama4",
+    "LlavaForConditionalGeneration": None,
+    "Mistral3ForConditionalGeneration": None,
+    "Qwen2_5_VLForConditionalGeneration": "qwen.Qwen2",
+    "Qwen3VLForConditionalGeneration": "qwen.Qwen3",
+    "Qwen3_5ForConditionalGeneration": "qwen3_5.Qwen35",
+}
+TEXT_TYPES = {  # `model_type` of a text_config -> class
+    "llama": "llama.Llama",
+    "mistral": "mistral.Mistral",
+    "qwen2": "qwen.Qwen2",
+    "qwen3": "qwen.Qwen3",
+}

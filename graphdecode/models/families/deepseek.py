@@ -10,7 +10,7 @@ Names of tensors and formulas are those of transformers' `modeling_deepseek_v2.p
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -22,7 +22,7 @@ from graphdecode.cache import Keys, LayerCache, LayerState
 from graphdecode.errors import shown
 from graphdecode.kernels.norm.rms_norm import rms_norm
 from graphdecode.linear.experts import ExpertForm
-from graphdecode.linear.weight_form import Stored, WeightForm
+from graphdecode.linear.weight_form import WeightForm
 from graphdecode.models.blocks import GatedMlp, Mixer, Norm, ResidualStream, Routing, SparseMlp, append_tokens
 from graphdecode.models.config import (
     ExpertsConfig,
@@ -201,13 +201,11 @@ class DeepseekV3(Sparse):
         dense = count(settings, "first_k_dense_replace", 0, least=0)
         return tuple(layer >= dense for layer in range(layers))
 
-    def weights_in(self, config: ModelConfig, tensors: Mapping[str, Stored]) -> WeightMap:
-        """Return the weight map for a source, which may have layers that predict further tokens."""
-        places = super().weights_in(config, tensors)
+    def unread(self, config: ModelConfig, tensors: Collection[str]) -> list[str]:
+        """Return names of unread tensors, also those of layers behind the last, which predict further tokens."""
         layer_of = {name: match[1] for name in tensors if (match := re.match(r"model\.layers\.(\d+)\.", name))}
-        further = (name for name, layer in layer_of.items() if int(layer) >= config.num_hidden_layers)
-        unread = tuple(Part(name, tensors[name].shape) for name in further)
-        return places | ({"unread": unread} if unread else {})
+        further = [name for name, layer in layer_of.items() if int(layer) >= config.num_hidden_layers]
+        return super().unread(config, tensors) + further
 
     def layer_weights(self, config: ModelConfig, at: str, name: str) -> WeightMap:
         assert isinstance(config, LatentConfig)

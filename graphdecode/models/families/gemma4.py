@@ -3,7 +3,7 @@
 Tensor names and formulas are those of transformers' `modeling_gemma4.py`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -18,7 +18,7 @@ from graphdecode.kernels.model.act_mul import act_mul
 from graphdecode.kernels.model.embedding import embedding
 from graphdecode.kernels.moe.moe_route import moe_combine
 from graphdecode.kernels.norm.rms_norm import add_rms_norm, rms_norm
-from graphdecode.linear.weight_form import Stored, WeightForm
+from graphdecode.linear.weight_form import WeightForm
 from graphdecode.models.blocks import (
     Attention,
     Block,
@@ -251,15 +251,11 @@ class Gemma4(Sparse, Gemma2):
             places |= self.expert_weights(config, at, name, is_stacked=is_stacked)
         return places
 
-    def weights_in(self, config: ModelConfig, tensors: Mapping[str, Stored]) -> WeightMap:
-        """Return the weight map for a source, whose layers with shared keys may have unused weights."""
-        places = super().weights_in(config, tensors)
-        for index, keys in enumerate(config.layer_keys):
-            names = [f"model.layers.{index}.self_attn.{module}.weight" for module in _OF_KEYS]
-            unread = [Part(name, tensors[name].shape) for name in names if name in tensors]
-            if keys.shared_with is not None and unread:
-                places[f"unread.{index}"] = tuple(unread)
-        return places
+    def unread(self, config: ModelConfig, tensors: Collection[str]) -> list[str]:
+        """Return names of unread tensors, also those of keys in layers that share another's."""
+        shared = [index for index, keys in enumerate(config.layer_keys) if keys.shared_with is not None]
+        of_keys = tuple(f"model.layers.{index}.self_attn.{module}." for index in shared for module in _OF_KEYS)
+        return super().unread(config, tensors) + [name for name in tensors if name.startswith(of_keys)]
 
     def layer_weights(self, config: ModelConfig, at: str, name: str) -> WeightMap:
         assert isinstance(config, Gemma4Config)
