@@ -2,6 +2,7 @@
 
 import inspect
 from collections import OrderedDict
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -289,12 +290,14 @@ def test_signatures_begin_as_published():
     assert names(DotProductAttention.forward, 8)[1:] == [
         "query_layer", "key_layer", "value_layer", "attention_mask", "qkv_format", "cu_seqlens_q", "cu_seqlens_kv",
     ]  # fmt: skip
-    assert names(MultiheadAttention, 5) == [
-        "hidden_size", "num_attention_heads", "kv_channels", "attention_dropout", "layernorm_epsilon",
+    assert names(MultiheadAttention, 10) == [
+        "hidden_size", "num_attention_heads", "kv_channels", "attention_dropout", "layernorm_epsilon", "init_method",
+        "output_layer_init_method", "layer_number", "attn_mask_type", "window_size",
     ]  # fmt: skip
-    assert names(TransformerLayer, 7) == [
+    assert names(TransformerLayer, 13) == [
         "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_gqa_groups", "layernorm_epsilon",
-        "hidden_dropout", "attention_dropout",
+        "hidden_dropout", "attention_dropout", "init_method", "output_layer_init_method", "layer_number",
+        "kv_channels", "self_attn_mask_type", "window_size",
     ]  # fmt: skip
     for module in (DotProductAttention, MultiheadAttention, TransformerLayer):
         assert inspect.signature(module.forward).parameters["inference_params"].default is None
@@ -316,6 +319,12 @@ def test_what_only_training_needs_is_taken_and_what_would_change_the_result_is_n
         {"attn_input_format": "bhsd"},
         {"window_size": (4, 4)},
         {"num_gqa_groups": 3},
+        {"fuse_wgrad_accumulation": True},
+        {"softmax_type": "off-by-one"},
+        {"qk_norm_type": "RMSNorm"},
+        {"init_method": "normal"},
+        {"output_layer_init_method": 0.02},
+        {"get_rng_state_tracker": True},
     ]
     for options in refused:
         name = next(iter(options)).removeprefix("self_").replace("attn_input_format", "qkv_format")
@@ -325,6 +334,54 @@ def test_what_only_training_needs_is_taken_and_what_would_change_the_result_is_n
         TransformerLayer(HIDDEN, FFN, HEADS, device="cpu", colour="red")
     with pytest.raises(ValueError, match="hidden_size=25 must be a multiple of num_attention_heads=4"):
         MultiheadAttention(25, 4, device="cpu")
+
+
+INNER = {f"self_attention.layernorm_qkv.{name}_weight" for name in ("query", "key", "value")} | {
+    "layernorm_mlp.fc1_weight"
+}
+OUTER = {"self_attention.proj.weight", "layernorm_mlp.fc2_weight"}
+
+
+def test_weights_are_those_of_the_given_initializers_within_the_given_random_state():
+    forks = []
+
+    class Tracker:
+        @contextmanager
+        def fork(self):
+            forks.append("begun")
+            yield
+            forks.append("ended")
+
+    def constant(value):
+        return lambda weight: (forks.append(value), weight.fill_(value))
+
+    methods = (constant(2.0), constant(3.0))
+    module = TransformerLayer(
+        *(HIDDEN, FFN, HEADS, GROUPS, 1e-5, 0.1, 0.1, *methods), get_rng_state_tracker=Tracker, device="cpu"
+    )
+    weights = {name: weight for name, weight in module.named_parameters() if weight.dim() == 2}
+    assert weights.keys() == INNER | OUTER
+    for name, weight in weights.items():
+        assert weight.eq(2.0 if name in INNER else 3.0).all(), name
+        assert not weight.requires_grad
+    assert [forks[place::3] for place in (0, 2)] == [["begun"] * 6, ["ended"] * 6]
+    assert sorted(forks[1::3]) == [2.0] * 4 + [3.0] * 2
+    assert all(bias.eq(0).all() for name, bias in module.named_parameters() if name.endswith("bias"))
+
+
+def test_weights_without_initializers_are_normal():
+    torch.manual_seed(0)
+    module = TransformerLayer(256, 256, 4, device="cpu")
+    for name in INNER | OUTER:
+        weight = module.get_parameter(name)
+        assert abs(weight.std() - 0.023) < 0.0005, name
+        assert abs(weight.mean()) < 0.0005, name
+        assert weight.abs().max() > 3.5 * 0.023, "a uniform distribution has no such tail"
+    attention = MultiheadAttention(HIDDEN, HEADS, output_layer_init_method=torch.nn.init.zeros_, device="cpu")
+    assert attention.proj.weight.eq(0).all()
+    assert attention.qkv.query_weight.ne(0).any()
+    with pytest.raises(TypeError, match="unexpected keyword argument 'init_method'"):
+        DotProductAttention(HEADS, DIM, init_method=torch.nn.init.zeros_)
 
 
 def test_forward_refuses_masks_formats_and_angles_that_do_not_fit(device):

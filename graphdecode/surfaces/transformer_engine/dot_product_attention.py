@@ -16,13 +16,10 @@ from .cache_managers import QKV_FORMATS
 from .inference_params import OUTPUT_FORMATS, InferenceParams
 
 MASK_TYPES = ("causal", "padding_causal", "causal_bottom_right", "padding_causal_bottom_right")
-_WITHOUT_EFFECT = {  # for training
-    "init_method",
-    "output_layer_init_method",
+_WITHOUT_EFFECT = {  # of the forward pass: dropout, warming up, the layout of fused weights, messages
     "get_rng_state_tracker",
     "seq_length",
     "micro_batch_size",
-    "fuse_wgrad_accumulation",
     "qkv_weight_interleaved",
     "name",
 }
@@ -41,6 +38,11 @@ _ONLY = {  # the only supported values
     "apply_residual_connection_post_layernorm": False,
     "output_layernorm": False,
     "parallel_attention_mlp": False,
+    "fuse_wgrad_accumulation": False,
+    "softmax_type": "vanilla",
+    "qk_norm_type": None,
+    "return_max_logit": False,
+    "ub_tp_comm_overlap": False,
 }
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -23,11 +25,35 @@ ACTIVATIONS = ("gelu", "relu", *_GATES)
 _STD = 0.023  # standard deviation of initial weights
 
 
-def frozen(*shape: int, value: float | None = None, like: dict[str, object]) -> nn.Parameter:
-    """Return a parameter that is not trained, of one value or of random ones."""
-    tensor = torch.empty(*shape, **like)  # type: ignore[call-overload]
-    filled = tensor.normal_(std=_STD) if value is None else tensor.fill_(value)
-    return nn.Parameter(filled, requires_grad=False)
+def frozen(*shape: int, value: float, like: dict[str, object]) -> nn.Parameter:
+    """Return a parameter that is not trained, of one value."""
+    return nn.Parameter(torch.full(shape, value, **like), requires_grad=False)  # type: ignore[call-overload]
+
+
+class Initializers(NamedTuple):
+    """What fills new weights in place; None: a normal distribution with a standard deviation of 0.023."""
+
+    inner: Callable[[Tensor], object] | None  # those of queries, keys, values, and of a perceptron's first layer
+    outer: Callable[[Tensor], object] | None  # those of the layers whose outputs are added to the residual stream
+    tracker: Callable[[], Any] | None  # returns an object whose `fork()` is a context with another random state
+
+    def check(self) -> None:
+        """Refuse what cannot be called."""
+        names = ("init_method", "output_layer_init_method", "get_rng_state_tracker")
+        for name, given in zip(names, self, strict=True):
+            if given is not None and not callable(given):
+                raise ValueError(f"{name} must be callable or None, got {given!r}")
+
+    def weight(self, *shape: int, like: dict[str, object], is_outer: bool = False) -> nn.Parameter:
+        """Return a new weight that is not trained."""
+        weight = nn.Parameter(torch.empty(*shape, **like), requires_grad=False)  # type: ignore[call-overload]
+        fill = self.outer if is_outer else self.inner
+        with torch.no_grad(), nullcontext() if self.tracker is None else self.tracker().fork():
+            if fill is None:
+                weight.normal_(std=_STD)
+            else:
+                fill(weight)
+        return weight
 
 
 class NormSettings(NamedTuple):
@@ -39,6 +65,7 @@ class NormSettings(NamedTuple):
     zero_centered_gamma: bool  # whether the norm multiplies by 1 + weight
     bias: bool  # whether the linear layers have biases
     like: dict[str, object]  # dtype and device of the parameters
+    init: Initializers  # of the linear layers' weights
 
 
 class Normalized(nn.Module):
@@ -46,7 +73,7 @@ class Normalized(nn.Module):
 
     def __init__(self, settings: NormSettings) -> None:
         super().__init__()
-        hidden_size, self.eps, normalization, self.zero_centered_gamma, _, like = settings
+        hidden_size, self.eps, normalization, self.zero_centered_gamma, _, like, _ = settings
         self.layer_norm_weight = self.layer_norm_bias = None
         if normalization is not None:
             require_choice("normalization", normalization, NORMALIZATIONS)
@@ -73,7 +100,8 @@ class LayerNormQKV(Normalized):
     def __init__(self, settings: NormSettings, **sizes: int) -> None:
         super().__init__(settings)
         for name, size in sizes.items():
-            self.register_parameter(f"{name}_weight", frozen(size, settings.hidden_size, like=settings.like))
+            weight = settings.init.weight(size, settings.hidden_size, like=settings.like)
+            self.register_parameter(f"{name}_weight", weight)
         for name, size in sizes.items():
             bias = frozen(size, value=0.0, like=settings.like) if settings.bias else None
             self.register_parameter(f"{name}_bias", bias)
@@ -98,9 +126,9 @@ class LayerNormMLP(Normalized):
         hidden_size, like, bias = settings.hidden_size, settings.like, settings.bias
         self.activation = activation
         rows = ffn_hidden_size * (2 if activation in _GATES else 1)
-        self.fc1_weight = frozen(rows, hidden_size, like=like)
+        self.fc1_weight = settings.init.weight(rows, hidden_size, like=like)
         self.fc1_bias = frozen(rows, value=0.0, like=like) if bias else None
-        self.fc2_weight = frozen(hidden_size, ffn_hidden_size, like=like)
+        self.fc2_weight = settings.init.weight(hidden_size, ffn_hidden_size, like=like, is_outer=True)
         self.fc2_bias = frozen(hidden_size, value=0.0, like=like) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -127,6 +155,8 @@ class MultiheadAttention(nn.Module):
     Args:
         hidden_size: size of input and output.
         kv_channels: size of a head; None: hidden_size / num_attention_heads.
+        init_method: fills the weights of queries, keys and values in place; None: normal, standard deviation 0.023.
+        output_layer_init_method: likewise that of `proj`.
         params_dtype: None means torch's default.
         input_layernorm: whether there is a norm.
         zero_centered_gamma: whether it multiplies by 1 + weight.
@@ -134,6 +164,7 @@ class MultiheadAttention(nn.Module):
         normalization: `LayerNorm` or `RMSNorm`.
         rotary_pos_interleaved: whether rotated pairs are adjacent.
         device: None means CUDA where there is one, else the CPU.
+        get_rng_state_tracker: returns an object whose `fork()` is a context; weights are filled within it.
 
     Raises:
         ValueError: the sizes do not divide, or an option is not known.
@@ -146,10 +177,12 @@ class MultiheadAttention(nn.Module):
         kv_channels: int | None = None,
         attention_dropout: float = 0.1,
         layernorm_epsilon: float = 1e-5,
-        *,
+        init_method: Callable[[Tensor], object] | None = None,
+        output_layer_init_method: Callable[[Tensor], object] | None = None,
         layer_number: int | None = None,
         attn_mask_type: str = "causal",
         window_size: tuple[int, int] | None = None,
+        *,
         num_gqa_groups: int | None = None,
         params_dtype: torch.dtype | None = None,
         input_layernorm: bool = False,
@@ -159,10 +192,13 @@ class MultiheadAttention(nn.Module):
         rotary_pos_interleaved: bool = False,
         device: torch.device | str | None = None,
         qkv_format: str = "sbhd",
+        get_rng_state_tracker: Callable[[], Any] | None = None,
         **training: Any,
     ) -> None:
         super().__init__()
         check_training_arguments(type(self).__name__, training)
+        init = Initializers(init_method, output_layer_init_method, get_rng_state_tracker)
+        init.check()
         if kv_channels is None and hidden_size % num_attention_heads:
             raise ValueError(
                 f"hidden_size={hidden_size} must be a multiple of num_attention_heads={num_attention_heads}"
@@ -184,11 +220,13 @@ class MultiheadAttention(nn.Module):
             layer_number=self.layer_number,
         )
         norm, keys = normalization if input_layernorm else None, groups * self.kv_channels
-        settings = NormSettings(hidden_size, layernorm_epsilon, norm, zero_centered_gamma, bias, like)
+        settings = NormSettings(hidden_size, layernorm_epsilon, norm, zero_centered_gamma, bias, like, init)
         qkv = LayerNormQKV(settings, query=inner, key=keys, value=keys)
         self.qkv_name = "layernorm_qkv" if input_layernorm else "qkv"
         self.add_module(self.qkv_name, qkv)
-        self.proj = nn.Linear(inner, hidden_size, bias=bias, **like).requires_grad_(False)
+        self.proj = nn.Linear(inner, hidden_size, bias=False, device="meta")
+        self.proj.weight = init.weight(hidden_size, inner, like=like, is_outer=True)
+        self.proj.register_parameter("bias", frozen(hidden_size, value=0.0, like=like) if bias else None)
 
     def forward(
         self,
@@ -243,6 +281,9 @@ class TransformerLayer(nn.Module):
 
     Args:
         ffn_hidden_size: size of the perceptron's inner layer.
+        hidden_dropout: ignored, as `attention_dropout`.
+        init_method: fills the perceptron's first weight, too.
+        output_layer_init_method: fills its second, too.
         activation: `gelu`, `relu`, `geglu` or `swiglu`.
         self_attn_mask_type: see `DotProductAttention`.
         attn_input_format: `sbhd`, `bshd` or `thd`.
@@ -260,11 +301,13 @@ class TransformerLayer(nn.Module):
         layernorm_epsilon: float = 1e-5,
         hidden_dropout: float = 0.1,
         attention_dropout: float = 0.1,
-        *,
+        init_method: Callable[[Tensor], object] | None = None,
+        output_layer_init_method: Callable[[Tensor], object] | None = None,
         layer_number: int | None = None,
         kv_channels: int | None = None,
         self_attn_mask_type: str = "causal",
         window_size: tuple[int, int] | None = None,
+        *,
         params_dtype: torch.dtype | None = None,
         rotary_pos_interleaved: bool = False,
         zero_centered_gamma: bool = False,
@@ -273,6 +316,7 @@ class TransformerLayer(nn.Module):
         normalization: str = "LayerNorm",
         device: torch.device | str | None = None,
         attn_input_format: str = "sbhd",
+        get_rng_state_tracker: Callable[[], Any] | None = None,
         **training: Any,
     ) -> None:
         super().__init__()
@@ -282,6 +326,9 @@ class TransformerLayer(nn.Module):
             num_attention_heads,
             kv_channels,
             layernorm_epsilon=layernorm_epsilon,
+            init_method=init_method,
+            output_layer_init_method=output_layer_init_method,
+            get_rng_state_tracker=get_rng_state_tracker,
             layer_number=layer_number,
             attn_mask_type=self_attn_mask_type,
             window_size=window_size,
@@ -297,7 +344,8 @@ class TransformerLayer(nn.Module):
         )
         weight = self.self_attention.proj.weight
         like: dict[str, Any] = {"dtype": weight.dtype, "device": weight.device}
-        norm = NormSettings(hidden_size, layernorm_epsilon, normalization, zero_centered_gamma, bias, like)
+        init = Initializers(init_method, output_layer_init_method, get_rng_state_tracker)
+        norm = NormSettings(hidden_size, layernorm_epsilon, normalization, zero_centered_gamma, bias, like, init)
         self.layernorm_mlp = LayerNormMLP(norm, ffn_hidden_size, activation)
 
     def forward(
