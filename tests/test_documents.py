@@ -1,5 +1,6 @@
 """Every command and example of the README and of docs/ runs as it stands, and what they name is there."""
 
+import json
 import os
 import re
 import shlex
@@ -209,6 +210,18 @@ def test_the_performance_table_is_the_committed_results() -> None:
     command = [sys.executable, "tools/bench", "results"]
     shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert shown.strip() in README.read_text()
+
+
+def test_quantized_products_on_a_gpu_are_told_as_they_were_timed() -> None:
+    path = ROOT / "tools/results/gpu-h200/figures.jsonl"
+    figures = [json.loads(line) for line in path.read_text().splitlines()]
+    least = {each["key"]: min(each["ms"].values()) for each in figures if each["key"].startswith("gate_up")}
+    quantized = {key: ms for key, ms in least.items() if ":" in key}
+    text = " ".join((ROOT / "docs/quantization.md").read_text().split("## On a GPU")[1].split())
+    assert quantized
+    for key, ms in quantized.items():
+        plain = least[re.sub(r":\w+", "", key)]
+        assert all(f"{figure:.2f}" in text[:600] for figure in (ms, plain, plain / ms)), key
 
 
 def test_a_tool_that_is_run_outside_of_the_environment_says_how_to_enter_it() -> None:

@@ -122,7 +122,7 @@ def launches(launch: Callable[[], None], arch: int) -> dict[str, dict[str, int]]
     results: dict[str, dict[str, int]] = {}
 
     def compile_instead(kernel: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
-        names = ("num_warps", "num_stages", "launch_pdl", "maxnreg")
+        names = ("num_warps", "num_stages", "launch_pdl", "maxnreg", "enable_fp_fusion")
         options = {name: kwargs.pop(name) for name in names if name in kwargs}
         arguments = inspect.signature(kernel.fn).bind(*args, **kwargs).arguments
         results[kernel.fn.__name__.strip("_")] = measured(kernel, dict(arguments), options, arch)

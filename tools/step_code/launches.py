@@ -37,7 +37,15 @@ from graphdecode.models.shapes import RandomWeights
 
 _NORM_US = 1.5  # a launch of `rms_norm` that starts early, with its gap
 DEVICE = torch.device("cuda:0")
-_OPTIONS = ("num_warps", "num_stages", "launch_pdl", "num_ctas", "maxnreg", "launch_cooperative_grid")
+_OPTIONS = (
+    "num_warps",
+    "num_stages",
+    "launch_pdl",
+    "num_ctas",
+    "maxnreg",
+    "launch_cooperative_grid",
+    "enable_fp_fusion",
+)
 _WITHOUT_WORK = {  # torch's operators without a kernel
     "empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "view", "_unsafe_view", "slice", "select",
     "split", "split_with_sizes", "unbind", "reshape", "_reshape_alias", "alias", "detach", "t", "transpose", "permute",
