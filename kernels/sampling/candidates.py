@@ -2,15 +2,17 @@
 
 Each block of a row has a sketch: a histogram of its logits' distances from the block's maximum, with bins of an eighth,
 a quarter and a half. The sketches and the blocks' maxima bound the tokens, or the weight, above any logit. Logits that
-are surely above the threshold are only summed, those surely below it are dropped; the rest, a bin or two, are the
-candidates. The bounds are verified by sums of integers, so their rounding cannot change a token.
+are surely above the threshold are summed and raced at once, those surely below it are dropped; the rest, a bin or two,
+are the candidates. The bounds are verified by sums of integers, so their rounding cannot change a token.
 """
 
 from ..native.optional_triton import tl, triton
+from .philox import noise_of_block
+from .race import best_of, race_keys
 from .token_filters import weights_of
 
 SKETCH_BINS = 128
-BLOCK_SUMS = 4  # int64 [4, BLOCKS] of a row, see `take_blocks`
+BLOCK_SUMS = 3  # int64 [3, BLOCKS] of a row, see `take_blocks`
 
 
 @triton.jit
@@ -77,42 +79,38 @@ def candidate_window(sketch, block_max, block_sum, temperature, largest, k, top_
 
 
 @triton.jit
-def take_blocks(
-    sums,
-    candidates,
-    candidate_ids,
-    candidate_count,
-    line,
-    vocab,
-    largest,
-    least,
-    most,
-    lowest_weight,
-    is_filtered,
-    by_count,
-    META: tl.constexpr,
-):
-    """Sum a program's blocks of a row by the window [least, most], and append candidates to the row's list.
+def take_blocks(row_memory, vocab, largest, least, most, given, lowest_weight, is_thresholded, META: tl.constexpr):
+    """Draw from a program's blocks of a row above the window [least, most], and list the candidates inside it.
 
-    For each block it writes to `sums`, int64 [4, BLOCKS]: the weight above the window of at least `lowest_weight` each;
-    and for filtered rows the number (or weight) above it, and the weights of the candidates and of all.
+    For each block it writes the best key of tokens above the window, of at least `lowest_weight`, and its id; and for
+    rows with a threshold, to `sums`, int64 [3, BLOCKS], the number (or weight) above the window, and the weights of the
+    candidates and of all.
     """
     for block in range(tl.program_id(1), META.BLOCKS, tl.num_programs(1)):
         columns = block * META.BLOCK + tl.arange(0, META.BLOCK)
-        values = tl.load(line + columns, mask=columns < vocab, other=float("-inf"))
+        values = tl.load(row_memory.scaled + columns, mask=columns < vocab, other=float("-inf"))
         weights = weights_of(values, largest)
         above = values > most
-        tl.store(sums + block, tl.sum(tl.where(above & (weights >= lowest_weight), weights, 0), axis=0))
-        if is_filtered:
-            measures = tl.where(by_count, 1, weights)
+        racing = above & (weights >= lowest_weight)
+        key = tl.full([], float("-inf"), dtype=tl.float32)
+        token = tl.full([], 2147483647, dtype=tl.int32)
+        if tl.max(racing.to(tl.int32), axis=0) > 0:
+            keys = race_keys(
+                values - largest, noise_of_block(given.seed, given.position, block * META.BLOCK, META.BLOCK)
+            )
+            key, token = best_of(tl.where(racing, keys, float("-inf")), columns)
+        tl.store(row_memory.keys + block, key)
+        tl.store(row_memory.ids + block, token)
+        if is_thresholded:
+            measures = tl.where(given.by_count, 1, weights)
             between = (values >= least) & (values <= most)
-            tl.store(sums + META.BLOCKS + block, tl.sum(tl.where(above, measures, 0), axis=0))
-            tl.store(sums + 2 * META.BLOCKS + block, tl.sum(tl.where(between, weights, 0), axis=0))
-            tl.store(sums + 3 * META.BLOCKS + block, tl.sum(weights, axis=0))
+            tl.store(row_memory.sums + block, tl.sum(tl.where(above, measures, 0), axis=0))
+            tl.store(row_memory.sums + META.BLOCKS + block, tl.sum(tl.where(between, weights, 0), axis=0))
+            tl.store(row_memory.sums + 2 * META.BLOCKS + block, tl.sum(weights, axis=0))
             picked = between.to(tl.int32)
             count = tl.sum(picked, axis=0)
             if count > 0:
-                places = tl.atomic_add(candidate_count, count, sem="relaxed") + tl.cumsum(picked, axis=0) - 1
+                places = tl.atomic_add(row_memory.candidate_count, count, sem="relaxed") + tl.cumsum(picked, axis=0) - 1
                 kept = between & (places < META.CAPACITY)
-                tl.store(candidates + places, values, mask=kept)
-                tl.store(candidate_ids + places, columns, mask=kept)
+                tl.store(row_memory.candidates + places, values, mask=kept)
+                tl.store(row_memory.candidate_ids + places, columns, mask=kept)

@@ -1,4 +1,5 @@
-/* The next token of each row; see sample.py for what rows may ask for, and token_filters.py for the integer weights.
+/* The next token of each row; see sample.py for what rows may ask for, token_filters.py for the integer weights, and race.py
+ * for the draw.
  *
  * A row's logits are widened into memory of their own and processed there. Thresholds are found by radix selection: the
  * distances of the logits from the largest, as ordered integers, are counted by their high bits, then by the next ones
@@ -14,7 +15,7 @@
 #define FIRST_SHIFT 21
 #define RADIX_BITS 11
 #define BUCKETS (1 << RADIX_BITS)
-#define SUM_BLOCK 1024 /* ids whose weights are summed together, before the search in one block */
+#define CALLS (NOISE_IDS / 4) /* of Philox, for the ids of one block of noise */
 
 /* Half as many values as in other vectors: 64-bit integers take twice the room. */
 #define HALF (LANES / 2)
@@ -22,25 +23,37 @@ typedef float half_vec __attribute__((vector_size(4 * HALF)));
 typedef int32_t half_ivec __attribute__((vector_size(4 * HALF)));
 typedef int64_t wide_ivec __attribute__((vector_size(8 * HALF)));
 
-/* One row at work; `padded` is `vocab` rounded up to whole vectors, and what is behind `vocab` has weight 0. */
+/* One row at work; `padded` is `vocab` rounded up to whole blocks of noise, and what is behind `vocab` is masked. Logits
+ * below `lowest` and weights below `least` are not kept. */
 struct line {
     float *logits, *weights;
     int32_t *ids;
     int64_t vocab, padded;
-    float largest, lowest;
-    int64_t least;
+    float largest, lowest, least;
 };
 
-static uint64_t philox_bits(uint64_t seed, uint32_t position) {
-    uint32_t c[4] = {position, 0, 0, 0}, key[2] = {(uint32_t)seed, (uint32_t)(seed >> 32)};
-    for (int round = 0; round < 10; round++) {
-        uint64_t even = c[0] * (uint64_t)0xD2511F53, odd = c[2] * (uint64_t)0xCD9E8D57;
-        uint32_t next[4] = {(uint32_t)(odd >> 32) ^ c[1] ^ key[0], (uint32_t)odd,
-                            (uint32_t)(even >> 32) ^ c[3] ^ key[1], (uint32_t)even};
-        memcpy(c, next, sizeof c);
-        key[0] += 0x9E3779B9, key[1] += 0xBB67AE85;
+/* The halves of the words' products with a constant. */
+INLINE void multiply_words(uvec *high, uvec *low, uvec words, uint32_t by) {
+    for (int lane = 0; lane < LANES; lane++) {
+        uint64_t product = (uint64_t)words[lane] * by;
+        (*high)[lane] = (uint32_t)(product >> 32), (*low)[lane] = (uint32_t)product;
     }
-    return c[0] >> (32 - FRACTION_BITS);
+}
+
+/* The words of a block's ids; see philox.py. */
+static void write_noise(uint32_t *words, uint64_t seed, uint32_t position, int64_t block) {
+    for (int call = 0; call < CALLS; call += LANES) {
+        uvec zeros = {0}, c[4] = {zeros + position, (uvec)lane_numbers() + (uint32_t)(block * CALLS + call), zeros, zeros};
+        uint32_t key[2] = {(uint32_t)seed, (uint32_t)(seed >> 32)};
+        for (int round = 0; round < PHILOX_ROUNDS; round++) {
+            uvec even[2], odd[2];
+            multiply_words(even, even + 1, c[0], 0xD2511F53);
+            multiply_words(odd, odd + 1, c[2], 0xCD9E8D57);
+            c[0] = odd[0] ^ c[1] ^ key[0], c[1] = odd[1], c[2] = even[0] ^ c[3] ^ key[1], c[3] = even[1];
+            key[0] += 0x9E3779B9, key[1] += 0xBB67AE85;
+        }
+        for (int word = 0; word < 4; word++) store_words(words + word * CALLS + call, c[word]);
+    }
 }
 
 /* floor(total * bits / 2^24), without overflow */
@@ -114,20 +127,17 @@ static void process_line(const sample_args *a, int64_t row, float *logits) {
     if ((flags & FLAG_BAD_WORDS) && a->recent_tokens.data) mask_bad_words(a, row, logits);
 }
 
-/* Divide by the temperature, and compute weights. */
-static void weigh_line(struct line *line, float temperature) {
+/* Divide by the temperature. */
+static void scale_line(struct line *line, float temperature) {
     line->largest /= temperature;
     for (int64_t i = line->vocab; i < line->padded; i++) line->logits[i] = -INFINITY;
-    for (int64_t i = 0; i < line->padded; i += LANES) {
-        vec v = load_f32(line->logits + i) / temperature;
-        store_f32(line->logits + i, v);
-        store_f32(line->weights + i, exp_lanes(v - line->largest) * WEIGHT_SCALE);
-    }
+    for (int64_t i = 0; i < line->padded; i += LANES) store_f32(line->logits + i, load_f32(line->logits + i) / temperature);
 }
 
+static inline vec weights_of(const struct line *line, vec logits) { return exp_lanes(logits - line->largest) * WEIGHT_SCALE; }
+
 static inline int64_t kept_weight(const struct line *line, int64_t i) {
-    int64_t weight = (int64_t)line->weights[i];
-    return line->logits[i] >= line->lowest && weight >= line->least ? weight : 0;
+    return line->logits[i] >= line->lowest ? (int64_t)line->weights[i] : 0;
 }
 
 static inline half_vec load_half(const float *at) {
@@ -142,13 +152,12 @@ static int64_t sum_wide(wide_ivec sum) {
     return total;
 }
 
-static int64_t kept_sum(const struct line *line, int64_t begin, int64_t end) {
+static int64_t kept_sum(const struct line *line) {
     wide_ivec sum = {0};
-    for (int64_t i = begin; i < end; i += HALF) {
+    for (int64_t i = 0; i < line->padded; i += HALF) {
         half_ivec kept = load_half(line->logits + i) >= line->lowest;
         half_vec weights = (half_vec)(kept & (half_ivec)load_half(line->weights + i));
-        wide_ivec weight = __builtin_convertvector(weights, wide_ivec);
-        sum += weight & (wide_ivec)(weight >= line->least);
+        sum += __builtin_convertvector(weights, wide_ivec);
     }
     return sum_wide(sum);
 }
@@ -206,32 +215,58 @@ static float threshold(const struct line *line, int64_t needed, int by_weight) {
     return value_of_key((int32_t)(top - distance));
 }
 
-static int64_t draw_token(const sample_args *a, int64_t row, struct line *line) {
+/* When a token arrives of this distance from the largest logit. */
+static double arrival(uint32_t word, double distance) { return -log1p(-(word + 0.5) * 0x1p-32) / exp(distance); }
+
+/* The kept token that arrives first. Tokens that cannot, by a bound of float32 with room for its error, take no logarithm,
+ * and blocks of such by their logits alone no noise. */
+static int64_t first_to_arrive(const struct line *line, uint64_t seed, uint32_t position, int64_t leader) {
+    uint32_t words[NOISE_IDS];
+    write_noise(words, seed, position, leader / NOISE_IDS);
+    double earliest = arrival(words[leader % NOISE_IDS], 0), largest = line->largest;
+    float lightest = logf(line->least / WEIGHT_SCALE); /* -inf: all are kept */
+    for (int64_t begin = 0; begin < line->padded; begin += NOISE_IDS) {
+        float farthest = fmaxf(lightest, (float)log(0x1p-33 / earliest)) - 1e-3f, reach = (float)(earliest * 0x1p31) * 1.00001f;
+        ivec near = {0};
+        for (int64_t i = begin; i < begin + NOISE_IDS; i += LANES) {
+            vec logits = load_f32(line->logits + i);
+            near |= (ivec)(logits >= line->lowest) & (ivec)(logits - line->largest >= farthest);
+        }
+        if (!any_lane(near)) continue;
+        write_noise(words, seed, position, begin / NOISE_IDS);
+        for (int64_t i = begin; i < begin + NOISE_IDS; i += LANES) {
+            vec logits = load_f32(line->logits + i), weights = weights_of(line, logits);
+            vec shares = __builtin_convertvector((ivec)(load_words(words + i - begin) >> 1), vec);
+            ivec kept = (ivec)(logits >= line->lowest) & (ivec)(weights >= line->least);
+            kept &= (ivec)(shares <= weights * (reach / WEIGHT_SCALE));
+            if (!any_lane(kept)) continue;
+            for (int lane = 0; lane < LANES; lane++) {
+                if (!kept[lane]) continue;
+                double time = arrival(words[i + lane - begin], (double)logits[lane] - largest);
+                if (time < earliest || (time == earliest && i + lane < leader)) earliest = time, leader = i + lane;
+            }
+        }
+    }
+    return leader;
+}
+
+static int64_t draw_token(const sample_args *a, int64_t row, struct line *line, int64_t leader) {
     float temperature = a->temperature.data[row];
     if (!isfinite(line->largest / temperature)) return TOO_COLD;
-    weigh_line(line, temperature);
-    int64_t k = a->top_k.data[row];
-    if (k > 0 && k < line->vocab) line->lowest = threshold(line, k, 0);
+    scale_line(line, temperature);
+    int64_t k = a->top_k.data[row], by_count = k > 0 && k < line->vocab;
     float top_p = a->top_p.data[row], min_p = a->min_p.data[row];
+    if (by_count) line->lowest = threshold(line, k, 0);
     if (top_p < 1.0f) {
-        int64_t share = (int64_t)(top_p * (float)(1 << FRACTION_BITS));
-        int64_t needed = fraction_of(kept_sum(line, 0, line->padded), share);
+        for (int64_t i = 0; i < line->padded; i += LANES)
+            store_f32(line->weights + i, weights_of(line, load_f32(line->logits + i)));
+        int64_t needed = fraction_of(kept_sum(line), (int64_t)(top_p * (float)(1 << FRACTION_BITS)));
         line->lowest = threshold(line, needed > 1 ? needed : 1, 1);
     }
-    if (min_p > 0.0f) line->least = (int64_t)(min_p * WEIGHT_SCALE);
-    int64_t before = 0, position = (int64_t)a->positions.data[row] + 1;
-    int64_t bits = (int64_t)philox_bits((uint64_t)a->seed.data[row], (uint32_t)position);
-    int64_t target = fraction_of(kept_sum(line, 0, line->padded), bits), begin = 0;
-    for (; begin + SUM_BLOCK < line->vocab; begin += SUM_BLOCK) {
-        int64_t inside = kept_sum(line, begin, begin + SUM_BLOCK);
-        if (before + inside > target) break;
-        before += inside;
-    }
-    for (; begin < line->vocab - 1; begin++) {
-        before += kept_weight(line, begin);
-        if (before > target) break;
-    }
-    return begin;
+    if (by_count || top_p < 1.0f || min_p > 0.0f) line->least = 1.0f;
+    if (min_p > 0.0f) line->least = fmaxf(1.0f, truncf(min_p * WEIGHT_SCALE));
+    uint32_t position = (uint32_t)a->positions.data[row] + 1;
+    return first_to_arrive(line, (uint64_t)a->seed.data[row], position, leader);
 }
 
 /* The id, or the code of no choice for its logit, the largest or a NaN. */
@@ -275,13 +310,13 @@ int64_t choose_token(const sample_args *a, int64_t row, struct line *line) {
     int64_t best = argmax_f32(line->logits, line->vocab);
     line->largest = line->logits[best];
     best = choice(best, line->largest);
-    return best >= 0 && (a->sampling_flags.data[row] & FLAG_SAMPLE) ? draw_token(a, row, line) : best;
+    return best >= 0 && (a->sampling_flags.data[row] & FLAG_SAMPLE) ? draw_token(a, row, line, best) : best;
 }
 #endif
 
 static void NAME(sample_rows)(const void *job, int64_t begin, int64_t end) {
     const sample_args *a = job;
-    int64_t vocab = a->logits.size[1], padded = (vocab + LANES - 1) / LANES * LANES;
+    int64_t vocab = a->logits.size[1], padded = (vocab + NOISE_IDS - 1) / NOISE_IDS * NOISE_IDS;
     for (int64_t row = begin; row < end; row++) {
         const element *logits = (const element *)a->logits.data + row * a->logits.stride[0];
         if (!(a->sampling_flags.data[row] & ~FLAG_LOGPROBS)) {
@@ -290,7 +325,7 @@ static void NAME(sample_rows)(const void *job, int64_t begin, int64_t end) {
             continue;
         }
         float *memory = scratch(3 * padded);
-        struct line line = {memory, memory + padded, (int32_t *)(memory + 2 * padded), vocab, padded, 0, -INFINITY, 1};
+        struct line line = {memory, memory + padded, (int32_t *)(memory + 2 * padded), vocab, padded, 0, -INFINITY, 0};
         int64_t i = 0;
         for (; i + LANES <= vocab; i += LANES) store_f32(memory + i, load(logits + i));
         for (; i < vocab; i++) memory[i] = widen(logits[i]);

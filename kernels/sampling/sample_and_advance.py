@@ -1,8 +1,8 @@
 """The end of a step: sample the next tokens, compute log-probabilities, advance the rows and their automata.
 
-On a GPU it is two launches: the first summarizes each block of a row's logits; in the second, programs choose the rows'
-tokens, for rows with a temperature from the weights of their candidates. The program that has a row's token also
-advances the row. On a CPU the operators run one after another.
+On a GPU it is two launches: in the first, each block of a row's logits finds its largest logit, or holds its own
+`race`; in the second, programs choose the rows' tokens, for rows with filters among those that are kept. The program
+that has a row's token also advances the row. On a CPU the operators run one after another.
 """
 
 from typing import Any, NamedTuple
@@ -16,16 +16,28 @@ from .candidates import candidate_window, sketch_bin, take_blocks
 from .follow_automata import Guides, follow_automata, follow_row
 from .logit_processing import processed_logits
 from .logprobs import row_logprobs, store_block_sums, token_logprobs
-from .philox import uniform_bits_of
+from .philox import noise_of_block, noise_of_ids
+from .race import best_of, race_keys
 from .sample import sample
 from .sampler_memory import SamplerMemory, SamplerMeta, SamplerSizes
 from .sampling_slots import CONSTANTS, LogprobOutputs, SamplingSlots
-from .token_filters import fraction_of_total, kept_total, kept_weights, ordered_key, threshold_key
+from .token_filters import fraction_of_total, kept_total, ordered_key, threshold_key, weights_of
 
 
-# One program reads one block of one row and finds its largest logit after processing: a greedy row needs no more. For
-# rows with a temperature it also writes the scaled logits, in fp32, their sketch (see `candidates`) and the sum of
-# their exponentials; for rows with log-probabilities the sum of exponentials of the unprocessed logits. A NaN counts as
+@triton.jit
+def filters_of(slots, row, vocab):
+    """Return a row's top_k, top_p and min_p; whether top-k removes a token, and whether there is any filter."""
+    k = tl.load(slots.top_k + row)
+    top_p = tl.load(slots.top_p + row)
+    min_p = tl.load(slots.min_p + row)
+    by_count = (k > 0) & (k < vocab)
+    return k, top_p, min_p, by_count, by_count | (top_p < 1.0) | (min_p > 0.0)
+
+
+# One program reads one block of one row and finds its largest logit after processing: a greedy row needs no more. For a
+# row with a temperature it draws the block's token, its key relative to the block's largest logit; if the row has
+# filters, it writes the scaled logits, in fp32, their sketch (see `candidates`) and the sum of their exponentials
+# instead. For rows with log-probabilities it writes the sum of exponentials of the unprocessed logits. A NaN counts as
 # +inf, so that the maximum shows it. It resets the counters of the next launch, which are not in use meanwhile.
 @triton.jit
 def _block_max_kernel(
@@ -45,6 +57,8 @@ def _block_max_kernel(
     flags = tl.load(slots.sampling_flags + row)
     position = tl.load(state.pre_step_seqlens + row) + 1
     temperature = tl.load(slots.temperature + row)
+    _, _, _, _, is_filtered = filters_of(slots, row, sizes.vocab)
+    seed = tl.load(slots.seed + row)
     if row < live:
         columns = block * META.BLOCK + tl.arange(0, META.BLOCK)
         inside = columns < sizes.vocab
@@ -59,89 +73,86 @@ def _block_max_kernel(
             values, columns, inside, row, flags, position, slots, state, sizes.counts_stride, META, K
         )
         values = tl.where(values != values, float("inf"), values)
-        largest = tl.max(values, axis=0)
+        largest, best = best_of(values, columns)
         tl.store(memory.block_max + place, largest)
-        tl.store(memory.block_id + place, tl.min(tl.where(values == largest, columns, 2147483647), axis=0))
         if (flags & K.FLAG_SAMPLE) != 0:
             values = tl.div_rn(values, temperature)
-            tl.store(memory.scaled + wide_row * sizes.scaled_stride + columns, values, mask=inside)
-            distances = tl.where(values > float("-inf"), tl.div_rn(largest, temperature) - values, 32.0)
-            tl.store(
-                memory.block_sum + place, tl.sum(tl.where(values > float("-inf"), tl.exp(-distances), 0.0), axis=0)
-            )
-            counts = tl.histogram(sketch_bin(distances), META.BINS)
-            tl.store(memory.sketch + place.to(tl.int64) * META.BINS + tl.arange(0, META.BINS), counts)
+            distances = tl.where(values > float("-inf"), values - tl.div_rn(largest, temperature), float("-inf"))
+            if is_filtered:
+                tl.store(memory.scaled + wide_row * sizes.scaled_stride + columns, values, mask=inside)
+                tl.store(memory.block_sum + place, tl.sum(tl.exp(distances), axis=0))
+                counts = tl.histogram(sketch_bin(-distances), META.BINS)
+                tl.store(memory.sketch + place.to(tl.int64) * META.BINS + tl.arange(0, META.BINS), counts)
+            else:
+                words = noise_of_block(seed, position, block * META.BLOCK, META.BLOCK)
+                key, best = best_of(race_keys(distances, words), columns)
+                tl.store(memory.block_key + place, key)
+        tl.store(memory.block_id + place, best)
 
 
 @triton.jit
 def draw_token(
-    sums, scaled, candidate_ids, count, vocab, largest, least, most, k, top_p, lowest_weight, bits, META: tl.constexpr
+    row_memory, count, vocab, largest, least, most, given, lowest_weight, is_thresholded, META: tl.constexpr
 ):
-    """Return the token of one row, whose blocks are summed and whose `count` candidates are listed.
+    """Return the token of one row, whose blocks are drawn from and summed and whose `count` candidates are listed.
 
     Thresholds are searched among the candidates; among all logits if the list is too short, or a bound was wrong.
     """
-    PADDED: tl.constexpr = META.BLOCKS_PADDED
-    blocks = tl.arange(0, PADDED)
+    blocks = tl.arange(0, META.BLOCKS_PADDED)
     is_block = blocks < META.BLOCKS
-    by_count = (k > 0) & (k < vocab)
-    by_weight = top_p < 1.0
-    lowest_key = ordered_key(tl.full([], float("-inf"), dtype=tl.float32))
-    any_weight = tl.full([], 1, dtype=tl.int64)
-    list_begin = META.BLOCKS * META.BLOCK
-    listed = count
-    is_listed = True
-    if by_count | by_weight:
-        above = tl.sum(tl.load(sums + META.BLOCKS + blocks, mask=is_block, other=0, cache_modifier=".cg"), axis=0)
-        between = tl.sum(tl.load(sums + 2 * META.BLOCKS + blocks, mask=is_block, other=0, cache_modifier=".cg"), axis=0)
-        total = tl.sum(tl.load(sums + 3 * META.BLOCKS + blocks, mask=is_block, other=0, cache_modifier=".cg"), axis=0)
-        needed = tl.maximum(fraction_of_total(total, (top_p * 16777216.0).to(tl.int64)), 1)
-        needed = tl.where(by_count, k.to(tl.int64), needed)
+    best, token = best_of(
+        tl.load(row_memory.keys + blocks, mask=is_block, other=float("-inf"), cache_modifier=".cg"),
+        tl.load(row_memory.ids + blocks, mask=is_block, other=2147483647, cache_modifier=".cg"),
+    )
+    if is_thresholded:
+        by_count = given.by_count
+        by_weight = given.top_p < 1.0
+        lowest_key = ordered_key(tl.full([], float("-inf"), dtype=tl.float32))
+        list_begin = META.BLOCKS * META.BLOCK
+        listed = count
+        sums = row_memory.sums + blocks
+        above = tl.sum(tl.load(sums, mask=is_block, other=0, cache_modifier=".cg"), axis=0)
+        between = tl.sum(tl.load(sums + META.BLOCKS, mask=is_block, other=0, cache_modifier=".cg"), axis=0)
+        total = tl.sum(tl.load(sums + 2 * META.BLOCKS, mask=is_block, other=0, cache_modifier=".cg"), axis=0)
+        needed = tl.maximum(fraction_of_total(total, (given.top_p * 16777216.0).to(tl.int64)), 1)
+        needed = tl.where(by_count, given.k.to(tl.int64), needed)
         between = tl.where(by_count, count.to(tl.int64), between)
         has_all = least <= largest - 25.0  # unlisted logits have no weight
         is_listed = (count <= META.CAPACITY) & (above < needed) & (has_all | (above + between >= needed))
         if is_listed:
             needed -= above
         else:
-            tl.store(sums + blocks, tl.zeros([PADDED], dtype=tl.int64), mask=is_block)
+            best = tl.full([], float("-inf"), dtype=tl.float32)
+            token = tl.full([], 2147483647, dtype=tl.int32)
             list_begin = 0
             listed = vocab
             between = needed
             least = tl.full([], float("-inf"), dtype=tl.float32)
             most = largest
-        line = scaled + list_begin
+        line = row_memory.scaled + list_begin
         if needed <= between:
             lowest_key = threshold_key(
                 line, listed, largest, ordered_key(least), ordered_key(most), needed, by_count, META.LIST_BLOCK
             )
         if by_count & by_weight:
-            total = kept_total(line, listed, largest, lowest_key, any_weight, META.LIST_BLOCK)
-            needed = tl.maximum(fraction_of_total(total, (top_p * 16777216.0).to(tl.int64)), 1)
+            total = kept_total(line, listed, largest, lowest_key, META.LIST_BLOCK)
+            needed = tl.maximum(fraction_of_total(total, (given.top_p * 16777216.0).to(tl.int64)), 1)
             lowest_key = threshold_key(
                 line, listed, largest, lowest_key, ordered_key(largest), needed, False, META.LIST_BLOCK
             )
         for block in range(tl.cdiv(listed, META.LIST_BLOCK)):
             places = block * META.LIST_BLOCK + tl.arange(0, META.LIST_BLOCK)
-            weights = kept_weights(line, places, listed, largest, lowest_key, lowest_weight)
-            is_candidate = places < tl.where(is_listed, listed, 0)
-            ids = tl.load(candidate_ids + places, mask=is_candidate, other=0, cache_modifier=".cg")
-            ids = tl.where(is_listed, ids, places)
-            tl.atomic_add(sums + ids // META.BLOCK, weights, mask=weights > 0, sem="relaxed")
-        tl.debug_barrier()  # all threads have added before one reads
-    kept = tl.load(sums + blocks, mask=is_block, other=0, cache_modifier=".cg")
-    reached = tl.cumsum(kept, axis=0)
-    target = fraction_of_total(tl.sum(kept, axis=0), bits)
-    block = tl.minimum(tl.min(tl.where(reached > target, blocks, META.BLOCKS), axis=0), META.BLOCKS - 1)
-    before = tl.sum(tl.where(blocks < block, kept, 0), axis=0)
-    first = block * META.BLOCK
-    parts = tl.arange(0, META.PARTS)
-    columns = first + parts[:, None] * (META.BLOCK // META.PARTS) + tl.arange(0, META.BLOCK // META.PARTS)[None, :]
-    kept = tl.sum(kept_weights(scaled, columns, vocab, largest, lowest_key, lowest_weight), axis=1)
-    part = tl.min(tl.where(before + tl.cumsum(kept, axis=0) > target, parts, META.PARTS - 1), axis=0)
-    before += tl.sum(tl.where(parts < part, kept, 0), axis=0)
-    ids = first + part * (META.BLOCK // META.PARTS) + tl.arange(0, META.BLOCK // META.PARTS)
-    weights = kept_weights(scaled, ids, vocab, largest, lowest_key, lowest_weight)
-    return tl.min(tl.where(before + tl.cumsum(weights, axis=0) > target, ids, 2147483647), axis=0)
+            values = tl.load(line + places, mask=places < listed, other=float("-inf"))
+            kept = (ordered_key(values) >= lowest_key) & (weights_of(values, largest) >= lowest_weight)
+            if tl.max(kept.to(tl.int32), axis=0) > 0:
+                is_candidate = places < tl.where(is_listed, listed, 0)
+                ids = tl.load(row_memory.candidate_ids + places, mask=is_candidate, other=0, cache_modifier=".cg")
+                ids = tl.where(is_listed, ids, places)
+                keys = race_keys(values - largest, noise_of_ids(given.seed, given.position, ids))
+                key, first = best_of(tl.where(kept, keys, float("-inf")), ids)
+                token = tl.where((key > best) | ((key == best) & (first < token)), first, token)
+                best = tl.maximum(key, best)
+    return token
 
 
 PROGRAMS = 128  # programs that share the rows of a batch: as many as a large GPU runs at once
@@ -152,10 +163,23 @@ class RowParameters(NamedTuple):
 
     temperature: Any
     k: Any
+    by_count: Any  # whether top-k removes a token
     top_p: Any
     min_p: Any
     seed: Any
     position: Any
+
+
+class RowMemory(NamedTuple):
+    """Where a row's part of `SamplerMemory` begins."""
+
+    keys: Any
+    ids: Any
+    sums: Any
+    scaled: Any
+    candidates: Any
+    candidate_ids: Any
+    candidate_count: Any
 
 
 @triton.jit
@@ -168,46 +192,44 @@ def count_row(counter, goes_on):
 
 @triton.jit
 def _drawn_token(row, given, top, memory, sizes, META: tl.constexpr):
-    """Sum a program's blocks of a row; return whether it was the last program, and then the row's token."""
+    """Draw from a program's blocks of a row with filters; return whether it was the last one, and then the token."""
     wide_row = row.to(tl.int64)
     line = memory.scaled + wide_row * sizes.scaled_stride
-    row_sums = memory.sums + wide_row * (4 * META.BLOCKS)
-    ids = memory.candidate_ids + wide_row * META.CAPACITY
-    lowest_weight = tl.maximum((given.min_p * 68719476736.0).to(tl.int64), 1)
-    lowest_weight = tl.where(given.min_p > 0.0, lowest_weight, 1)
-    by_count = (given.k > 0) & (given.k < sizes.vocab)
-    is_filtered = by_count | (given.top_p < 1.0)
+    row_memory = RowMemory(
+        memory.block_key + row * META.BLOCKS,
+        memory.block_id + row * META.BLOCKS,
+        memory.sums + wide_row * (3 * META.BLOCKS),
+        line,
+        line + META.BLOCKS * META.BLOCK,
+        memory.candidate_ids + wide_row * META.CAPACITY,
+        memory.counters + 2 * row + 1,
+    )
+    lowest_weight = tl.where(given.min_p > 0.0, tl.maximum((given.min_p * 68719476736.0).to(tl.int64), 1), 1)
+    is_thresholded = given.by_count | (given.top_p < 1.0)
     least = tl.full([], float("inf"), dtype=tl.float32)
     most = tl.full([], float("-inf"), dtype=tl.float32)
-    if is_filtered:
+    if is_thresholded:
         least, most = candidate_window(
             memory.sketch + wide_row * (META.BLOCKS * META.BINS), memory.block_max + row * META.BLOCKS,
-            memory.block_sum + row * META.BLOCKS, given.temperature, top, given.k, given.top_p, by_count, META,
+            memory.block_sum + row * META.BLOCKS, given.temperature, top, given.k, given.top_p, given.by_count, META,
         )  # fmt: skip
-        if by_count & (given.top_p < 1.0):
+        if given.by_count & (given.top_p < 1.0):
             most = top  # top-p weighs all tokens kept by top-k
-    take_blocks(
-        row_sums, line + META.BLOCKS * META.BLOCK, ids, memory.counters + 2 * row + 1, line, sizes.vocab,
-        top, least, most, lowest_weight, is_filtered, by_count, META,
-    )  # fmt: skip
+    take_blocks(row_memory, sizes.vocab, top, least, most, given, lowest_weight, is_thresholded, META)
     tl.debug_barrier()  # all threads have written before the counter is incremented
     is_last = tl.atomic_add(memory.counters + 2 * row, 1, sem="acq_rel") == tl.num_programs(1) - 1
     token = tl.full([], 0, dtype=tl.int32)
     if is_last:
-        count = tl.load(memory.counters + 2 * row + 1, cache_modifier=".cg")
-        bits = uniform_bits_of(given.seed, given.position)
-        token = draw_token(
-            row_sums, line, ids, count, sizes.vocab, top, least, most, given.k, given.top_p, lowest_weight, bits, META
-        )
-        token = tl.minimum(token, sizes.vocab - 1)
+        count = tl.load(row_memory.candidate_count, cache_modifier=".cg")
+        token = draw_token(row_memory, count, sizes.vocab, top, least, most, given, lowest_weight, is_thresholded, META)
     return is_last, token
 
 
-# Several programs share a row with a temperature; each sums its blocks of the row's scaled logits, which are in L2, and
-# the last one to arrive searches the candidates, and then one block for the token. For a greedy row the first program
-# reduces the blocks' maxima. The program with the token computes log-probabilities, and advances the row and its
-# automaton; that of the last row ends the step. Results do not depend on which is last. Parameters and positions were
-# written before the previous launch, and are read before the wait.
+# Several programs share a row with filters; each draws from its blocks of the row's scaled logits, which are in L2, and
+# sums them, and the last one to arrive searches the candidates for the threshold, and draws from them too. For other
+# rows the first program reduces the blocks' largest logits or keys. The program with the token computes
+# log-probabilities, and advances the row and its automaton; that of the last row ends the step. Results do not depend
+# on which is last. Parameters and positions were written before the previous launch, and are read before the wait.
 @triton.jit
 def _choose_kernel(
     memory,
@@ -228,9 +250,7 @@ def _choose_kernel(
     is_live = row < tl.load(live_rows)
     flags = tl.where(is_live, tl.load(slots.sampling_flags + row), 0)
     temperature = tl.load(slots.temperature + row)
-    k = tl.load(slots.top_k + row)
-    top_p = tl.load(slots.top_p + row)
-    min_p = tl.load(slots.min_p + row)
+    k, top_p, min_p, by_count, is_filtered = filters_of(slots, row, sizes.vocab)
     seed = tl.load(slots.seed + row)
     before = row_before(row, slots, state, META)
     automaton_state = -1
@@ -243,11 +263,11 @@ def _choose_kernel(
     is_last = tl.program_id(1) == 0
     token = tl.full([], K.DEAD_TOKEN, dtype=tl.int32)
     draws = is_live & ((flags & K.FLAG_SAMPLE) != 0)
-    if draws | (is_live & is_last):
+    is_filtered &= draws
+    if is_filtered | (is_live & is_last):
         blocks = tl.arange(0, META.BLOCKS_PADDED)
         is_block = blocks < META.BLOCKS
         maxima = tl.load(memory.block_max + row * META.BLOCKS + blocks, mask=is_block, other=float("-inf"))
-        ids = tl.load(memory.block_id + row * META.BLOCKS + blocks, mask=is_block, other=2147483647)
         largest = tl.max(maxima, axis=0)
         code = tl.where(largest == float("inf"), K.WITHOUT_NUMBERS, 0)
         code = tl.where(largest == float("-inf"), K.WITHOUT_FINITE, code)
@@ -255,12 +275,17 @@ def _choose_kernel(
         top = tl.div_rn(largest, temperature)
         code = tl.where(draws & (code == 0) & ~(tl.abs(top) < float("inf")), K.TOO_COLD, code)
         token = code.to(tl.int32)
-        if draws & (code == 0):
-            given = RowParameters(temperature, k, top_p, min_p, seed, before.position)
+        if is_filtered & (code == 0):
+            given = RowParameters(temperature, k, by_count, top_p, min_p, seed, before.position)
             is_last, token = _drawn_token(row, given, top, memory, sizes, META)
         elif code == 0:
-            token = tl.min(tl.where(maxima == largest, ids, 2147483647), axis=0)
-            token = tl.minimum(token, sizes.vocab - 1)
+            ids = tl.load(memory.block_id + row * META.BLOCKS + blocks, mask=is_block, other=2147483647)
+            keys = maxima
+            if draws:
+                keys = tl.load(memory.block_key + row * META.BLOCKS + blocks, mask=is_block, other=float("-inf"))
+                keys = tl.where(maxima > float("-inf"), keys + (tl.div_rn(maxima, temperature) - top), float("-inf"))
+            _, token = best_of(keys, ids)
+        token = tl.minimum(token, sizes.vocab - 1)
     if is_last:
         tl.store(sampled + row, token.to(tl.int64))
         if (flags & K.FLAG_LOGPROBS) != 0:

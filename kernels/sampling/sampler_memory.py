@@ -12,7 +12,6 @@ from .follow_automata import Guides
 from .sampling_slots import LogprobOutputs, SamplingSlots
 
 _LIST_BLOCK = 1024  # candidates processed together
-_PARTS = 8  # parts of a block; one is searched for the token
 _MASK_BLOCK = 8192  # mask words copied at a time, for 262,144 tokens
 
 
@@ -24,7 +23,6 @@ class SamplerMeta(NamedTuple):
     BLOCKS_PADDED: int
     CAPACITY: int  # listed candidates per row
     LIST_BLOCK: int  # candidates processed together
-    PARTS: int  # of a block
     BINS: int  # of a sketch
     PENALTIES: bool  # whether rows may have them
     BAD_WORDS: bool  # whether rows may have them
@@ -61,7 +59,6 @@ class SamplerMeta(NamedTuple):
             BLOCKS_PADDED=triton.next_power_of_2(blocks),
             CAPACITY=capacity,
             LIST_BLOCK=min(_LIST_BLOCK, block),
-            PARTS=_PARTS,
             BINS=SKETCH_BINS,
             PENALTIES=state.token_counts is not None,
             BAD_WORDS=state.recent_tokens is not None,
@@ -101,7 +98,8 @@ class SamplerMemory(NamedTuple):
     """Scratch memory of one step's sampling."""
 
     block_max: Tensor  # float32 [b, blocks], the largest logits after all processing
-    block_id: Tensor  # int32 [b, blocks], their ids
+    block_key: Tensor  # float32 [b, blocks], the largest keys of `race_keys`
+    block_id: Tensor  # int32 [b, blocks], the ids of the largest keys, in greedy rows of the largest logits
     block_sum: Tensor  # float32 [b, blocks], see `candidate_window`
     own_max: Tensor  # float32 [b, blocks], the largest unprocessed logits
     own_sum: Tensor  # float32 [b, blocks], see `store_block_sums`
@@ -109,7 +107,7 @@ class SamplerMemory(NamedTuple):
     # float32 [b, blocks * block + capacity], a row's scaled logits, then its candidates
     scaled: Tensor
     candidate_ids: Tensor  # int32 [b, capacity]
-    sums: Tensor  # int64 [b, 4, blocks], see `take_blocks`
+    sums: Tensor  # int64 [b, 3, blocks], see `take_blocks`
     # int32 [2 b + 2]: finished programs and candidates of each row; finished rows, and how many continue
     counters: Tensor
 
@@ -122,6 +120,7 @@ class SamplerMemory(NamedTuple):
             return torch.empty(sizes, dtype=dtype, device=device)
 
         return cls(
+            empty(rows, blocks),
             empty(rows, blocks),
             empty(rows, blocks, dtype=torch.int32),
             empty(rows, blocks),

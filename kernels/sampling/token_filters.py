@@ -1,8 +1,8 @@
-"""Thresholds of top-k and top-p, and the integer weights of tokens.
+"""The tokens that top-k, top-p and min-p keep: thresholds, and the integer weights of tokens.
 
 `weight = trunc(exp(logit - max) * 2^36)`, logits already divided by the temperature. Sums of integers do not depend on
-their order. A token 2^36 times less likely than the most likely one has weight 0, which a uniform number of 24 bits
-could not select anyway. The largest weight is 2^36, and the sum over 2^18 tokens stays below 2^54.
+their order. A token 2^36 times less likely than the most likely one has weight 0, and no filter keeps it. The largest
+weight is 2^36, and the sum over 2^18 tokens stays below 2^54.
 
 A threshold is the largest logit t such that {logits >= t} is large enough: in tokens for top-k, in weight for top-p.
 Logits equal to the threshold are kept. The torch versions sort; the kernels search, reading the row a few times.
@@ -12,10 +12,9 @@ import numpy as np
 import torch
 
 from ..native.optional_triton import tl, triton
-from .philox import UNIFORM_BITS
-from .sampling_slots import TOO_COLD
 
 _WEIGHT_SCALE = float(2**36)
+_SHARE_BITS = 24  # of top_p, as an integer
 _FEW = 1024  # candidates to try before sorting the whole vocabulary
 
 
@@ -39,20 +38,13 @@ def weights_of(values, largest):
 
 
 @triton.jit
-def kept_weights(line, columns, count, largest, lowest_key, lowest_weight):
-    """Return weights of some of `count` logits, 0 for keys or weights below the lowest."""
-    values = tl.load(line + columns, mask=columns < count, other=float("-inf"))
-    weights = weights_of(values, largest)
-    return tl.where((ordered_key(values) >= lowest_key) & (weights >= lowest_weight), weights, 0)
-
-
-@triton.jit
-def kept_total(line, count, largest, lowest_key, lowest_weight, BLOCK: tl.constexpr):
-    """Return the sum of `kept_weights` over `count` logits, int64."""
+def kept_total(line, count, largest, lowest_key, BLOCK: tl.constexpr):
+    """Return the weight, int64, of those of `count` logits whose keys are not below the lowest."""
     sums = tl.zeros([BLOCK], dtype=tl.int64)
     for block in range(tl.cdiv(count, BLOCK)):
         columns = block * BLOCK + tl.arange(0, BLOCK)
-        sums += kept_weights(line, columns, count, largest, lowest_key, lowest_weight)
+        values = tl.load(line + columns, mask=columns < count, other=float("-inf"))
+        sums += tl.where(ordered_key(values) >= lowest_key, weights_of(values, largest), 0)
     return tl.sum(sums, axis=0)
 
 
@@ -100,8 +92,8 @@ def threshold_key(line, count, largest, low, high, needed, by_count, BLOCK: tl.c
 
 def _top_p_threshold(logits: np.ndarray, weights: np.ndarray, top_p: float) -> float:
     """Return the largest logit such that logits >= it have `top_p` of the int64 weights."""
-    share = int(np.float32(top_p) * np.float32(1 << UNIFORM_BITS))
-    needed = max((int(weights.sum()) * share) >> UNIFORM_BITS, 1)
+    share = int(np.float32(top_p) * np.float32(1 << _SHARE_BITS))
+    needed = max((int(weights.sum()) * share) >> _SHARE_BITS, 1)
     for count in (min(_FEW, len(logits)), len(logits)):
         order = torch.topk(torch.from_numpy(logits), count, sorted=True).indices.numpy()
         mass = np.cumsum(weights[order])
@@ -110,30 +102,24 @@ def _top_p_threshold(logits: np.ndarray, weights: np.ndarray, top_p: float) -> f
     return logits[order[np.searchsorted(mass, needed)]].item()
 
 
-def sample_row(logits: np.ndarray, uniform: int, temperature: float, top_k: int, top_p: float, min_p: float) -> int:
-    """Return a token drawn from one row, or TOO_COLD.
+def kept_tokens(logits: np.ndarray, top_k: int, top_p: float, min_p: float) -> np.ndarray:
+    """Return which tokens of one row are kept, bool [vocab].
 
     Args:
-        logits: float32 [vocab], processed, the largest finite; overwritten.
-        uniform: 24 uniform bits.
-        temperature: > 0.
+        logits: float32 [vocab], over the temperature; the largest is finite.
         top_k: <= 0 is off.
         top_p: >= 1 is off.
         min_p: <= 0 is off.
     """
-    with np.errstate(over="ignore"):
-        logits /= np.float32(temperature)
-        if not np.isfinite(logits.max()):
-            return TOO_COLD
-        scaled = np.exp(logits - logits.max())
-        scaled *= np.float32(_WEIGHT_SCALE)
-        weights = scaled.astype(np.int64)
-    if 0 < top_k < len(logits):
+    by_count = 0 < top_k < len(logits)
+    if not by_count and top_p >= 1.0 and min_p <= 0.0:
+        return logits > -np.inf
+    scaled = np.exp(logits - logits.max())
+    scaled *= np.float32(_WEIGHT_SCALE)
+    weights = scaled.astype(np.int64)
+    if by_count:
         weights[logits < np.partition(logits, -top_k)[-top_k]] = 0
     if top_p < 1.0:
         weights[logits < _top_p_threshold(logits, weights, top_p)] = 0
-    if min_p > 0.0:
-        weights[weights < int(np.float32(min_p) * np.float32(_WEIGHT_SCALE))] = 0  # least weight: min_p of the largest
-    cumulative = np.cumsum(weights)
-    target = (int(cumulative[-1]) * uniform) >> UNIFORM_BITS
-    return int(np.searchsorted(cumulative, target, side="right"))
+    least = int(np.float32(min_p) * np.float32(_WEIGHT_SCALE)) if min_p > 0.0 else 0  # min_p of the largest weight
+    return weights >= max(least, 1)

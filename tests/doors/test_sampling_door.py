@@ -18,7 +18,7 @@ TOY = {
         ('        SlotSpec("seed",', '        SlotSpec("toy_p", torch.float32),\n        SlotSpec("seed",'),
         ("    seed: Int64", "    toy_p: Float32\n    seed: Int64"),
     ],
-    "kernels/sampling/sample.py": [("slots.top_p, slots.min_p)", "slots.top_p, slots.min_p.maximum(slots.toy_p))")],
+    "kernels/sampling/sample.py": [("slots.top_p, slots.min_p,", "slots.top_p, slots.min_p.maximum(slots.toy_p),")],
     "kernels/sampling/sample_and_advance.py": [
         ("tl.load(slots.min_p + row)", "tl.maximum(tl.load(slots.min_p + row), tl.load(slots.toy_p + row))")
     ],

@@ -13,13 +13,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from attacks.trial import Wrong
 from float64_model import Float64Model
 from graphdecode import CompletionOutput, RequestOutput, SamplingParams
-from graphdecode.kernels.sampling.philox import UNIFORM_BITS, uniform_bits
+from graphdecode.kernels.sampling.philox import NOISE_IDS, noise_words
 
 # of a logit of up to 20: transformers' own float32 differs by 4e-4 from float64 after 120 tokens
 _APART = 1e-3
@@ -109,7 +110,9 @@ class Judge:
         for place, token in enumerate(tokens):
             row = len(prompt) - 1 + place
             line = self._processed(logits[row], params, prompt, tokens[:place])
-            self._compare_token(line, token, params, uniform_bits(seed, len(prompt) + place), apart(row), place)
+            self._compare_token(
+                line, token, params, _exponentials(seed, len(prompt) + place, len(line)), apart(row), place
+            )
             if params.logprobs is not None and answer.logprobs is not None:
                 self._compare_entries(answer.logprobs[place], scores[row], token, params.logprobs, apart(row))
         if params.logprobs is not None:
@@ -149,9 +152,9 @@ class Judge:
         return line
 
     def _compare_token(
-        self, line: Tensor, token: int, params: SamplingParams, bits: int, apart: float, place: int
+        self, line: Tensor, token: int, params: SamplingParams, exponentials: Tensor, apart: float, place: int
     ) -> None:
-        """Check a token that was sampled from processed logits with uniform random bits."""
+        """Check a token that was sampled from processed logits in a race of the vocabulary's exponential numbers."""
         apart *= 2 * max(params.repetition_penalty, 1 / params.repetition_penalty)
         if line[token] == -math.inf:
             raise Wrong(f"token {place} is forbidden")
@@ -162,19 +165,12 @@ class Judge:
         wide, apart = line / params.temperature, apart / params.temperature
         weights = (wide - wide.max()).exp()
         sure, possible = _kept(wide, weights, params, apart)
-        drawn = bits / 2**UNIFORM_BITS
         if not possible[token]:
             raise Wrong(f"token {place} is removed by the filters")
-        before, after = slice(0, token), slice(token + 1, None)
-        mine = float(weights[token])
-
-        def total(which: slice, kept: Tensor) -> float:
-            return float((weights[which] * kept[which]).sum())
-
-        least = total(before, sure) / (total(before, sure) + mine + total(after, possible))
-        most = (total(before, possible) + mine) / (total(before, possible) + mine + total(after, sure))
-        if not least - apart - _SUMS <= drawn <= most + apart + _SUMS:
-            raise Wrong(f"token {place} needs a draw in {least:.6f}..{most:.6f}, but {drawn:.6f} was drawn")
+        times = exponentials.log() - wide
+        rivals = torch.where(sure, times, math.inf)
+        if float(times[token] - rivals.min()) > 2 * apart + _SUMS:
+            raise Wrong(f"token {place} arrives {float(times[token] - rivals.min()):.3g} behind {int(rivals.argmin())}")
 
     def _compare_entries(self, entries: Any, scores: Tensor, token: int, count: int, apart: float) -> None:
         """Check reported log-probabilities against scores [vocab]."""
@@ -261,6 +257,12 @@ def _allowed_by(form: str, length: int, vocab: int, eos_token_ids: tuple[int, ..
         allowed[[ord(letter) for letter in form[1 : form.index("]")]]] = True
     allowed[list(eos_token_ids)] = length >= least
     return allowed
+
+
+def _exponentials(seed: int, position: int, vocab: int) -> Tensor:
+    """Return the exponential numbers of a position's race, float64 [vocab]; see `race`."""
+    words = noise_words(seed, position, np.arange(-(-vocab // NOISE_IDS))).reshape(-1)[:vocab]
+    return torch.from_numpy(-np.log1p(-(words + 0.5) * 2.0**-32))
 
 
 def _kept(wide: Tensor, weights: Tensor, params: SamplingParams, apart: float) -> tuple[Tensor, Tensor]:
