@@ -208,8 +208,6 @@ class StepBuffers:
             if slot.name in self.slots or slot.name in _RESERVED_NAMES:
                 raise ValueError(f"slot {slot.name!r} is declared twice, or the name is reserved")
             self.slots[slot.name] = slot
-        if self.device.type == "cuda" and not torch.cuda.is_available():
-            raise ArgumentError(f"device {str(self.device)!r} is not available; here is only 'cpu'")
         if self.device.type == "cpu":
             _check_memory(self.slots.values(), max_batch_size)
         self.frozen = False
