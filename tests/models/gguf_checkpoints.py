@@ -1,6 +1,7 @@
 """Small random checkpoints written as GGUF, by the names that the gguf library has for transformers' tensors."""
 
 import copy
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -234,6 +235,10 @@ def _write_numbers(writer: gguf.GGUFWriter, config: Any, architecture: str) -> N
     if parameters["rope_type"] in ("linear", "yarn"):
         writer.add_rope_scaling_type(gguf.RopeScalingType(parameters["rope_type"]))
         writer.add_rope_scaling_factor(parameters["factor"])
+    if parameters["rope_type"] == "longrope":  # as llama.cpp's conversion writes it
+        grown = config.max_position_embeddings / parameters["original_max_position_embeddings"]
+        trained = math.log(parameters["original_max_position_embeddings"])
+        writer.add_rope_scaling_attn_factors(math.sqrt(1 + math.log(grown) / trained))
     if parameters["rope_type"] in ("yarn", "longrope"):
         writer.add_rope_scaling_orig_ctx_len(parameters["original_max_position_embeddings"])
 

@@ -15,6 +15,7 @@ import pytest
 from gguf_checkpoints import finish
 
 from graphdecode.models import ModelSourceError, check_model, resolve_model_path
+from graphdecode.models.gguf.container import read_header
 from graphdecode.models.gguf.tokenizer import PRE_TOKENIZERS, stop_token_ids
 from graphdecode.text import load_tokenizer
 from graphdecode.text.detokenizer import Detokenizer
@@ -54,7 +55,7 @@ def cut_by(name: str) -> Edit:
     return lambda writer: writer.add_tokenizer_pre(name)
 
 
-@pytest.mark.parametrize("name", PRE_TOKENIZERS)
+@pytest.mark.parametrize("name", [name for name in PRE_TOKENIZERS if name != "default"])
 def test_the_ids_of_byte_level_bpe_are_those_of_llama_cpp(tmp_path: Path, name: str) -> None:
     tokenizer = loaded(tmp_path / "v.gguf", "byte_level", cut_by(name))
     expected = WRITTEN["cut_by"][WRITTEN["same_as"][name]]
@@ -142,11 +143,8 @@ def test_special_tokens_of_phi_3_swallow_the_spaces_behind_them(tmp_path: Path) 
     ("vocabulary", "edit", "said"),
     [
         ("byte_level", cut_by("gpt-9"), r"tokenizer\.ggml\.pre 'gpt-9' is not supported; supported are chatglm-bpe"),
-        ("byte_level", lambda writer: None, r"tokenizer\.ggml\.pre None is not supported"),
-        ("byte_level", cut_by("default"), r"tokenizer\.ggml\.pre 'default' is not supported"),
         ("pieces", lambda writer: writer.add_token_scores([0.5]), "scores has 1 entries, and there are"),
         ("pieces", lambda writer: writer.add_token_types([1, 1]), "token_type has 2 entries, and there are"),
-        ("pieces", lambda writer: writer.add_token_list(["a", "b", "a"]), "tokens has 'a' twice"),
         ("pieces", lambda writer: writer.add_eos_token_id(10**6), "eos_token_id is 1000000; there are"),
         ("pieces", lambda writer: writer.add_array("tokenizer.ggml.model", [1, 2]), "model must be str, got array"),
         ("pieces", lambda writer: writer.add_tokenizer_model("bert"), "model 'bert' is not supported; supported are"),
@@ -222,3 +220,28 @@ def test_texts_may_be_cut_between_any_tokens(tmp_path: Path, vocabulary: str) ->
                 output.push(token)
             output.finish()
             assert text_of_tokens(texts, ids[:cut]) + output.text == tokenizer.decode(ids), (line, cut)
+
+
+def test_without_a_pre_tokenizer_the_default_one_of_llama_cpp_cuts(tmp_path: Path) -> None:
+    unnamed, named = (
+        loaded(tmp_path / "a.gguf", "byte_level"),
+        loaded(tmp_path / "b.gguf", "byte_level", cut_by("default")),
+    )
+    for tokenizer in (unnamed, named):
+        cut = tokenizer.backend_tokenizer.pre_tokenizer.pre_tokenize_str("it's, 12345 = a")
+        assert [piece for piece, _ in cut] == ["it", "'", "s", ",", "\u0120", "123", "45", "\u0120", "=", "\u0120a"]
+
+
+def test_a_file_without_types_of_tokens_has_normal_ones(tmp_path: Path) -> None:
+    path = tmp_path / "v.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(["a", "b", "ab", "a", "<|im_end|>", "", ""])
+    writer.add_token_merges(["a b"])
+    writer.add_eos_token_id(4)
+    finish(writer)
+    tokenizer = load_tokenizer(path)
+    assert tokenizer("ab<|im_end|>a").input_ids == [2, 4, 3]  # of two tokens with one text, the last
+    assert [tokenizer.decode([index]) for index in (0, 1, 2, 3)] == ["a", "b", "ab", "a"]
+    assert tokenizer.decode([0, 1]) == "ab"
+    assert stop_token_ids(read_header(path).fields) == [4]

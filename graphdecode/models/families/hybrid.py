@@ -194,7 +194,10 @@ def mamba2_sizes(settings: dict[str, Any], **changes: Any) -> Mamba2Sizes:
             f"mamba_n_heads {heads} of mamba_d_head {head_dim} must make up {channels}, which is mamba_d_ssm or "
             "mamba_expand * hidden_size"
         )
-    limits = [_unbounded(limit) for limit in settings.get("time_step_limit") or (0.0, float("inf"))]
+    stated = settings.get("time_step_limit")
+    if stated is not None and not (isinstance(stated, (list, tuple)) and len(stated) == 2):
+        raise UnsupportedModelError(f"time_step_limit must be two numbers, got {shown(stated)}")
+    limits = [_unbounded(limit) for limit in stated or (0.0, float("inf"))]
     made = Mamba2Sizes(
         heads,
         head_dim,

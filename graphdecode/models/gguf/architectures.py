@@ -87,7 +87,7 @@ class Architecture:
     def settings(self, fields: Mapping[str, Any], stored: Mapping[str, GgufTensor]) -> Settings:
         """Return the fields of config.json, given a file's metadata and tensors."""
         metadata = Metadata(fields)
-        layers, hidden = metadata.count("block_count"), metadata.count("embedding_length")
+        layers, hidden = metadata.num_layers, metadata.count("embedding_length")
         counted = metadata.most if self.has_states or self.layers_differ else metadata.count  # some may have none
         heads = counted("attention.head_count") or 1
         stated = "rope.dimension_count" if self.has_latent_keys else "attention.key_length"
@@ -96,6 +96,7 @@ class Architecture:
             raise UnsupportedModelError(
                 f"{metadata.architecture}.attention.value_length must be {head_dim} like the keys'"
             )
+        _check_values(metadata)
         _check_counts(metadata, stored)
         _check_experts(stored)
         embedding, keys = stored["token_embd.weight"], [name for name in stored if name.endswith(".attn_k.weight")]
@@ -190,6 +191,21 @@ class Architecture:
         return self.norm_shift if part.endswith("norm") else 0.0
 
 
+_REFUSED = {  # fields that llama.cpp reads and no decoder here has -> their neutral value
+    "attention.causal": True,
+    "attention.temperature_scale": 0.0,
+}
+
+
+def _check_values(metadata: Metadata) -> None:
+    """Refuse values that would change results."""
+    for name, neutral in _REFUSED.items():
+        value = metadata.whole(f"{metadata.architecture}.{name}", type(neutral), neutral)
+        if value != neutral:
+            named = f"{metadata.architecture}.{name} {value}"
+            raise UnsupportedModelError(f"{named} is not supported; supported is {neutral}")
+
+
 def _check_counts(metadata: Metadata, stored: Mapping[str, GgufTensor]) -> None:
     """Refuse counts that do not fit the tensors, before memory is allocated for them."""
     if "token_embd.weight" not in stored:
@@ -197,7 +213,7 @@ def _check_counts(metadata: Metadata, stored: Mapping[str, GgufTensor]) -> None:
     held = len({name.split(".")[1] for name in stored if name.startswith("blk.")})
     stacks = {tensor.shape[0] for name, tensor in stored.items() if name.endswith("_exps.weight")}
     for name, found in (("block_count", {held}), ("expert_count", stacks)):
-        stated = metadata.count(name) if metadata.number(name, 0) or found == {held} else 0
+        stated = metadata.num_layers if name == "block_count" else metadata.number(name, 0) and metadata.count(name)
         if stated and found != {stated}:
             there = " and ".join(map(str, sorted(found))) or "none"
             raise UnsupportedModelError(f"{metadata.architecture}.{name} is {stated}, and the tensors are of {there}")
@@ -553,9 +569,19 @@ ARCHITECTURES: dict[str, Architecture] = {
 }
 # GLM-4.7-Flash too
 ARCHITECTURES["deepseek3"] = replace(ARCHITECTURES["deepseek2"], name="DeepseekV3")
-_SIGMOID = 2  # an expert_gating_func
+_SOFTMAX, _SIGMOID = 1, 2  # values of expert_gating_func
+_GLM_LAYERS, _GLM_TOKENS = (47, 48), 154880  # of GLM-4.7-Flash, whose first files do not state the function
 # architectures that a header calls by another name
 _HEADER_NAMES = {"mixtral": "llama", "olmo3": "olmo2", "bamba": "granitehybrid", "deepseek3": "deepseek2"}
+
+
+def _gating(metadata: Metadata) -> int:
+    """Return the function of DeepSeek's router."""
+    is_glm = metadata.count("block_count") in _GLM_LAYERS and metadata.number("vocab_size", 0) == _GLM_TOKENS
+    value = metadata.number("expert_gating_func", 0) or (_SIGMOID if is_glm else _SOFTMAX)
+    if value not in (_SOFTMAX, _SIGMOID):
+        raise UnsupportedModelError(f"deepseek2.expert_gating_func must be {_SOFTMAX} or {_SIGMOID}, got {value}")
+    return int(value)
 
 
 def architecture_of(fields: Mapping[str, Any]) -> Architecture:
@@ -566,7 +592,7 @@ def architecture_of(fields: Mapping[str, Any]) -> Architecture:
         name = "mixtral"
     if name == "granitehybrid" and metadata.whole("granitehybrid.rope.scaling.finetuned", bool, False):
         name = "bamba"
-    if name == "deepseek2" and metadata.number("expert_gating_func", 0) == _SIGMOID:
+    if name == "deepseek2" and _gating(metadata) == _SIGMOID:
         name = "deepseek3"
     if name == "olmo2" and metadata.number("attention.sliding_window", 0):
         name = "olmo3"

@@ -237,6 +237,9 @@ class Metadata:
 
     def number(self, name: str, default: float | None = None) -> Any:
         """Return a number of the architecture, such as "embedding_length"; for an array, its value if all are equal."""
+        layers = self.layers(name)
+        if layers and all(value == layers[0] for value in layers):
+            return layers[0]
         return self.whole(f"{self.architecture}.{name}", (int, float), default)
 
     def count(self, name: str, default: int | None = None) -> int:
@@ -246,6 +249,16 @@ class Metadata:
             raise UnsupportedModelError(f"{self.architecture}.{name} must be an integer >= 1, got {value!r:.80}")
         return value
 
+    @property
+    def num_layers(self) -> int:
+        """Layers of the decoder: those of the file without the last ones, which predict further tokens."""
+        layers, further = self.count("block_count"), self.most("nextn_predict_layers", 0)
+        if further >= layers:
+            raise UnsupportedModelError(
+                f"{self.architecture}.nextn_predict_layers is {further}; it must be below block_count, {layers}"
+            )
+        return layers - further
+
     def has(self, name: str) -> bool:
         """Whether the architecture has the field."""
         return f"{self.architecture}.{name}" in self._all
@@ -253,7 +266,9 @@ class Metadata:
     def layers(self, name: str) -> list[Any]:
         """Return an array of values for each layer; [] if it is one value for all, or missing."""
         value = self._all.get(f"{self.architecture}.{name}")
-        return value.tolist() if isinstance(value, np.ndarray) else []
+        if not isinstance(value, np.ndarray):
+            return []
+        return value[: self.num_layers].tolist() if len(value) == self.count("block_count") else value.tolist()
 
     def most(self, name: str, default: int | None = None) -> int:
         """Return the greatest count of a layer, of which some may have none; a number >= 0."""

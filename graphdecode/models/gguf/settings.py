@@ -9,6 +9,7 @@ from graphdecode.models.gguf.container import Metadata
 
 Settings = dict[str, Any]
 _GEMMA_27B_LAYERS = {"gemma2": 46, "gemma3": 62}  # these alone scale queries by other than their heads' channels
+_WINDOWS = {"gemma2": 4096, "gemma3": 0}  # llama.cpp's defaults; 0: all layers see all tokens
 _MAVERICK_EXPERTS = 128  # of the one model of Llama 4 without norms of queries and keys
 
 
@@ -16,7 +17,7 @@ def gemma_settings(metadata: Metadata, attention_cap: float | None, logits_cap: 
     """Return the fields of Gemma 2 and 3."""
     heads, hidden = metadata.count("attention.head_count"), metadata.count("embedding_length")
     scalar = metadata.count("attention.key_length", hidden // heads)
-    if metadata.count("block_count") == _GEMMA_27B_LAYERS[metadata.architecture]:
+    if metadata.num_layers == _GEMMA_27B_LAYERS[metadata.architecture]:
         scalar = hidden // heads
     return {
         "query_pre_attn_scalar": scalar,
@@ -36,13 +37,14 @@ def phi3_settings(metadata: Metadata) -> Settings:
 
 def granite_settings(metadata: Metadata) -> Settings:
     """Return the scale of Granite's attention."""
-    head_dim = metadata.count("embedding_length") / metadata.count("attention.head_count")
-    return {"attention_multiplier": metadata.number("attention.scale", head_dim**-0.5)}
+    channels = metadata.count("embedding_length") // metadata.count("attention.head_count")
+    head_dim = metadata.count("attention.key_length", channels)
+    return {"attention_multiplier": metadata.number("attention.scale", 0.0) or head_dim**-0.5}
 
 
 def _kinds(metadata: Metadata, recurrent: str) -> list[str]:
     """Return the kinds of layers: those that have no heads of keys are recurrent."""
-    heads = metadata.layers("attention.head_count_kv") or [0] * metadata.count("block_count")
+    heads = metadata.layers("attention.head_count_kv") or [0] * metadata.num_layers
     return ["full_attention" if count else recurrent for count in heads]
 
 
@@ -74,7 +76,9 @@ def lfm2_settings(metadata: Metadata) -> Settings:
 
 def qwen35_settings(metadata: Metadata) -> Settings:
     """Return the fields of delta nets."""
-    return {
+    recurrent = metadata.layers("attention.recurrent_layers")
+    kinds = ["linear_attention" if each else "full_attention" for each in recurrent]
+    return ({"layer_types": kinds} if kinds else {}) | {
         "full_attention_interval": metadata.count("full_attention_interval", 4),
         "linear_value_head_dim": metadata.count("ssm.inner_size") // metadata.count("ssm.time_step_rank"),
     }
@@ -106,8 +110,19 @@ def gemma4_settings(metadata: Metadata) -> Settings:
 
 
 def llama4_settings(metadata: Metadata) -> Settings:
-    """Return whether queries and keys are normed; a file does not say that, nor chunks and temperatures."""
-    return {"use_qk_norm": metadata.count("expert_count") != _MAVERICK_EXPERTS}
+    """Return whether queries and keys are normed; a file does not say that, nor chunks and temperatures.
+
+    A window of 0 means neither chunks nor temperatures, and positions in all layers.
+    """
+    layers = metadata.num_layers
+    plain: Settings = {
+        "attention_chunk_size": None,
+        "attn_temperature_tuning": False,
+        "layer_types": ["full_attention"] * layers,
+        "no_rope_layers": [1] * layers,
+    }
+    is_plain = metadata.has("attention.sliding_window") and metadata.number("attention.sliding_window") == 0
+    return (plain if is_plain else {}) | {"use_qk_norm": metadata.count("expert_count") != _MAVERICK_EXPERTS}
 
 
 def deepseek_settings(metadata: Metadata) -> Settings:
@@ -132,12 +147,15 @@ def deepseek_settings(metadata: Metadata) -> Settings:
 
 def windows(metadata: Metadata, period: int) -> Settings:
     """Return which layers see a window: those that the file names, else all but the last of each period."""
-    layers = metadata.count("block_count")
+    layers = metadata.num_layers
     stated = metadata.layers("attention.sliding_window_pattern")
     if not stated:
         period = metadata.count("attention.sliding_window_pattern", period)
         stated = [(layer + 1) % period != 0 for layer in range(layers)]
+    size = metadata.number("attention.sliding_window", _WINDOWS.get(metadata.architecture))
+    if not size:
+        return {"sliding_window": None, "layer_types": ["full_attention"] * layers}
     return {
-        "sliding_window": metadata.number("attention.sliding_window"),
+        "sliding_window": size,
         "layer_types": ["sliding_attention" if windowed else "full_attention" for windowed in stated],
     }

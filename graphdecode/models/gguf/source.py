@@ -14,7 +14,7 @@ from graphdecode.linear.weight_form import Shard, Stored
 from graphdecode.models.config import ModelConfig, UnsupportedModelError
 from graphdecode.models.family import config_of
 from graphdecode.models.gguf.architectures import Architecture, architecture_of
-from graphdecode.models.gguf.container import GgufTensor, JoinedView, TensorView, read_header
+from graphdecode.models.gguf.container import GgufTensor, JoinedView, Metadata, TensorView, read_header
 from graphdecode.models.gguf.files import SUFFIX, shards_of
 from graphdecode.models.source import resolve_model_path
 from graphdecode.models.weight_map import CheckpointError
@@ -36,6 +36,9 @@ class Gguf:
             if twice:
                 raise CheckpointError(f"{file.path}: the tensor {min(twice)} is in another shard, too")
             self._stored |= file.tensors
+        further = self._further_layers()
+        self.skipped = [name for name in self._stored if name.startswith(further)]  # they predict further tokens
+        self._stored = {name: tensor for name, tensor in self._stored.items() if not name.startswith(further)}
 
     @classmethod
     def opens(cls, model: str | Path) -> bool:
@@ -72,6 +75,16 @@ class Gguf:
         if not view.keeps_blocks or view.block_type not in GGUF_BLOCKS:
             return None
         return GgufBlocks(view.blocks, view.block_type)
+
+    def _further_layers(self) -> tuple[str, ...]:
+        """Return the prefixes of tensors behind the decoder's last layer."""
+        try:
+            metadata = Metadata(self._metadata)
+            if not metadata.has("nextn_predict_layers"):
+                return ()
+            return tuple(f"blk.{layer}." for layer in range(metadata.num_layers, metadata.count("block_count")))
+        except UnsupportedModelError as error:
+            raise UnsupportedModelError(f"{self.path}: {error}") from error
 
     @cached_property
     def _architecture(self) -> Architecture:

@@ -28,6 +28,7 @@ _DEEPSEEK3 = (
     r"| ?[\p{P}\p{S}]+[\r\n]*"
 ) + _SPACES
 _PREFIX = "tokenizer.ggml."
+_TWIN = "\U0010ffff"  # marks tokens whose text another one has; no character
 _NAMED = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 _SPACE = "\u2581"  # SentencePiece's mark for a space
 _KEEPS_SPACES = ("<unk>", "<s>", "<|endoftext|>")  # of Phi-3; its other control tokens strip the spaces behind them
@@ -66,6 +67,7 @@ PRE_TOKENIZERS: dict[str, PreTokenizer] = {
     "chatglm-bpe": PreTokenizer((_LLAMA3,)),
     "command-r": _BY_DIGIT._replace(nfc=True),
     "dbrx": PreTokenizer((_LLAMA3,)),
+    "default": PreTokenizer((r"[\p{P}\$\+<=>\^~\|]+", _GPT2.removesuffix(r"|\s+"), r"\p{N}+", "[0-9][0-9][0-9]")),
     "deepseek-r1-qwen": _OF_QWEN2._replace(nfc=False),
     "deepseek-v3": PreTokenizer((r"\p{N}{1,3}", "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+", _DEEPSEEK3)),
     "falcon-h1": _OF_LLAMA3,
@@ -131,14 +133,22 @@ class _Vocabulary:
 
     def __init__(self, path: Path, fields: Mapping[str, Any], hint: str) -> None:
         self._path, self._hint, self.fields = path, hint, fields
-        self.tokens: list[str] = self.array("tokens", str)
-        self.ids = dict(zip(self.tokens, range(len(self.tokens)), strict=True))
-        if len(self.ids) < len(self.tokens):
-            twice = next(token for index, token in enumerate(self.tokens) if self.ids[token] != index)
-            raise self.fault(f"tokens has {twice!r:.80} twice")
-        self.kinds: list[int] = self.array("token_type", int)
-        if len(self.kinds) != len(self.tokens):
+        stated: list[str] = self.array("tokens", str)
+        last = {token: index for index, token in enumerate(stated)}  # of tokens with one text, the last is used
+        self.has_twins = len(last) < len(stated)
+        self.tokens = [
+            (token if last[token] == index else f"{token}{_TWIN * (index + 1)}") if token else f"[EMPTY_{index}]"
+            for index, token in enumerate(stated)
+        ]
+        self.ids = {token: index for index, token in enumerate(self.tokens)}
+        self.kinds: list[int] = self.array("token_type", int) if self._has("token_type") else [_NORMAL] * len(stated)
+        if len(self.kinds) < len(self.tokens):
             raise self.fault(f"token_type has {len(self.kinds)} entries, and there are {len(self.tokens)} tokens")
+        kinds = zip(self.tokens, self.kinds, strict=False)
+        self.kinds = [_CONTROL if token in _ENDS and kind == _NORMAL else kind for token, kind in kinds]
+
+    def _has(self, name: str) -> bool:
+        return f"{_PREFIX}{name}" in self.fields
 
     def array(self, name: str, *kinds: type) -> list[Any]:
         """Return a list whose elements have some types."""
@@ -166,7 +176,7 @@ class _Vocabulary:
 
     def pre_tokenizer(self) -> PreTokenizer:
         """Return the pre-tokenizer."""
-        name = self.fields.get(f"{_PREFIX}pre")
+        name = self.fields.get(f"{_PREFIX}pre") or "default"
         found = PRE_TOKENIZERS.get(name) if isinstance(name, str) else None
         if found is None:
             raise self.fault(f"pre {name!r:.80} is not supported; supported are {', '.join(PRE_TOKENIZERS)}")
@@ -182,9 +192,11 @@ def stop_token_ids(fields: Mapping[str, Any]) -> list[int]:
     named = [fields.get(f"{_PREFIX}{name}_token_id") for name in ("eos", "eot", "eom")]
     tokens, kinds = fields.get(f"{_PREFIX}tokens"), fields.get(f"{_PREFIX}token_type")
     known = {}
-    if isinstance(tokens, list) and isinstance(kinds, np.ndarray):  # else `_Vocabulary` reports it
-        control = np.flatnonzero(kinds[: len(tokens)] == _CONTROL).tolist()
-        known = {tokens[index]: index for index in control if tokens[index] in _ENDS}
+    if isinstance(tokens, list) and isinstance(kinds, np.ndarray | None):  # else `_Vocabulary` reports it
+        known = {token: index for index, token in enumerate(tokens) if token in _ENDS}
+        if kinds is not None:
+            likely = np.flatnonzero(np.isin(kinds, (_NORMAL, _CONTROL))).tolist()
+            known = {token: index for token, index in known.items() if index in likely}
     if known.keys() >= _HARMONY:
         known.pop("<|end|>", None)
     return sorted({token for token in (*named, *known.values()) if isinstance(token, int)})
@@ -246,7 +258,7 @@ def _byte_level(vocabulary: _Vocabulary, pre: PreTokenizer) -> Any:
     if pre.nfc:
         tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = _splitter(pre)
-    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.decoder = _decoder(vocabulary, [decoders.ByteLevel()])
     return tokenizer
 
 
@@ -276,8 +288,15 @@ def _sentencepiece(vocabulary: _Vocabulary, merges: list[tuple[str, str]]) -> An
     marked = normalizers.Replace(" ", _SPACE)
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), marked] if spaced else [marked])
     parts = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
-    tokenizer.decoder = decoders.Sequence([*parts, decoders.Strip(" ", 1, 0)] if spaced else parts)
+    tokenizer.decoder = _decoder(vocabulary, [*parts, decoders.Strip(" ", 1, 0)] if spaced else parts)
     return tokenizer
+
+
+def _decoder(vocabulary: _Vocabulary, parts: list[Any]) -> Any:
+    from tokenizers import decoders
+
+    first = [decoders.Replace(_TWIN, "")] if vocabulary.has_twins else []
+    return decoders.Sequence([*first, *parts]) if len(first) + len(parts) > 1 else parts[0]
 
 
 def _bpe(models: Any, vocabulary: _Vocabulary, merges: list[tuple[str, str]], **options: Any) -> Any:
@@ -290,10 +309,10 @@ def _bpe(models: Any, vocabulary: _Vocabulary, merges: list[tuple[str, str]], **
 def _merges_by_score(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
     """Return all pairs of tokens that make a token, by descending score."""
     scores, ids = vocabulary.array("scores", int, float), vocabulary.ids
-    if len(scores) != len(vocabulary.tokens):
+    if len(scores) < len(vocabulary.tokens):
         raise vocabulary.fault(f"scores has {len(scores)} entries, and there are {len(vocabulary.tokens)} tokens")
     found: list[tuple[str, str]] = []
-    for index in sorted(range(len(scores)), key=lambda index: -scores[index]):
+    for index in sorted(range(len(vocabulary.tokens)), key=lambda index: -scores[index]):
         token = vocabulary.tokens[index]
         if vocabulary.kinds[index] in (_NORMAL, _USER_DEFINED):
             cuts = ((token[:at], token[at:]) for at in range(1, len(token)))
