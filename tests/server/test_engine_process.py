@@ -50,6 +50,7 @@ class Idle:
     has_work, num_running, num_waiting, num_preemptions = False, 0, 0, 0
     cache = SimpleNamespace(pool=SimpleNamespace(used=0, total=1))
     adapters = SimpleNamespace(stats=AdapterStats())
+    scheduler = SimpleNamespace(num_deferred=0)
 
     def __init__(self) -> None:
         zero = dict.fromkeys(
@@ -64,6 +65,7 @@ class Idle:
         lists: dict[str, Any] = {
             "step_seconds": [],
             "launch_seconds": [],
+            "step_tokens": [],
             "spec_decode_num_accepted_tokens_per_pos": [],
         }
         self.stats = SimpleNamespace(bucket_steps=Counter[int](), batch_sizes=Counter[int](), **zero, **lists)
