@@ -14,6 +14,7 @@ from graphdecode.errors import ArgumentError
 Constant = torch.nn.Module | Tensor
 
 
+_begin_of = torch.UntypedStorage.data_ptr  # that name is patched while a step is observed
 # methods that return the tensors of a sparse one
 _PARTS: dict[torch.layout, tuple[str, ...]] = {
     torch.sparse_coo: ("_indices", "_values"),
@@ -55,7 +56,7 @@ def storage_key(tensor: Tensor) -> int | None:
 
 def storage_address(tensor: Tensor) -> int | None:
     """Return where a tensor's storage begins; None for opaque tensors."""
-    return None if is_opaque(tensor) else tensor.untyped_storage().data_ptr()
+    return None if is_opaque(tensor) else _begin_of(tensor.untyped_storage())
 
 
 class Known(NamedTuple):
@@ -73,7 +74,7 @@ class Known(NamedTuple):
         if is_opaque(tensor):
             return cls(tensor, None, None, owner, tensor)
         storage = tensor.untyped_storage()
-        return cls(tensor, storage._cdata, storage.data_ptr(), owner, tensor.detach())
+        return cls(tensor, storage._cdata, _begin_of(storage), owner, tensor.detach())
 
 
 class MemoryMap:
