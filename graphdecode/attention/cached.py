@@ -25,6 +25,7 @@ def cached_attention(
     sm_scale: float | None = None,
     window_left: int = -1,
     logits_soft_cap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attend from a step's new tokens to all cached tokens of their sequences, causally.
 
@@ -42,6 +43,7 @@ def cached_attention(
         sm_scale: multiplies the logits; None: 1 / sqrt(d).
         window_left: keeps the newest window_left + 1 keys of each query; -1: all.
         logits_soft_cap: caps the logits; 0: no cap.
+        sinks: float32 [hq], a logit of each head that takes weight and has no value.
 
     Returns:
         The output in q's format and dtype, [..., hq, head_dim_v]; zero for padding.
@@ -67,38 +69,39 @@ def cached_attention(
         if q_rows.shape[0] > rows:
             raise ValueError(f"q has {q_rows.shape[0]} rows, but cu_seqlens_q holds {rows}")
         rows = q_rows.shape[0]
-    options = AttentionOptions(sm_scale, window_left, logits_soft_cap)
+    options = AttentionOptions(sm_scale, window_left, logits_soft_cap, sinks)
     lengths = (cu_seqlens_q[: rows + 1], cu_seqlens_kv[: rows + 1])
     if dims == 4 and q_rows.shape[1] == 1:
-        _decode(out.view(rows, heads, -1), q.reshape(rows, heads, -1), k_cache, v_cache, *lengths, page_table, options)
+        new, known = (sums.diff() for sums in lengths)
+        before = torch.where(new > 0, known, 0) - 1  # -1: the row attends to nothing
+        if page_table is None:  # each row of the cache is one page
+            page_table = torch.arange(rows, dtype=torch.int32, device=q.device).unsqueeze(1)
+        attend_from_rows(
+            out.view(rows, heads, -1), q.reshape(rows, heads, -1), k_cache, v_cache, before, page_table, options
+        )
     else:
         options = options.scaled(q.shape[-1])
         extend_attention(out_rows, None, q_rows, k_cache, v_cache, *lengths, page_table, options=options)
     return out
 
 
-def _decode(
+def attend_from_rows(
     out: Tensor,
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_kv: Tensor,
-    page_table: Tensor | None,
+    before: Tensor,
+    page_table: Tensor,
     options: AttentionOptions,
 ) -> None:
-    """Attend from one token a row, [rows, heads, dim]; rows without a new token get 0."""
+    """Attend from one token a row, [rows, heads, dim], to the keys 0..before of its pages; -1: its output is 0."""
     rows, heads, head_dim = q.shape
     if not rows:
         return
-    if page_table is None:  # each row of the cache is one page
-        page_table = torch.arange(rows, dtype=torch.int32, device=q.device).unsqueeze(1)
     attention = PagedDecodeAttention(
         max_batch_size=rows, num_qo_heads=heads, num_kv_heads=k_cache.shape[2], head_dim=head_dim,
         head_dim_v=v_cache.shape[-1], page_size=k_cache.shape[1], max_pages_per_row=page_table.shape[1],
         dtype=q.dtype, kv_dtype=k_cache.dtype, windows=(options.window_left,), device=q.device,
     )  # fmt: skip
-    new, known = cu_seqlens_q.diff(), cu_seqlens_kv.diff()
-    before = torch.where(new > 0, known, 0) - 1  # -1: the row attends to nothing
     attention.plan(before, torch.full((1,), rows, dtype=torch.int32, device=q.device))
     attention.run(out, q, k_cache, v_cache, page_table[:rows], options)

@@ -147,10 +147,10 @@ def _gathered(cache: Tensor, chosen: Tensor, begin: int, end: int) -> Tensor:
     return copy[:, begin:end].transpose(1, 2)
 
 
-def alibi_slopes(num_heads: int) -> Tensor:
+def alibi_slopes(num_heads: int, device: torch.device | None = None) -> Tensor:
     """Return ALiBi's slopes (Press et al., 2022, section 3; other counts as in the authors' code), fp32 [num_heads]."""
     power = 1 << (num_heads.bit_length() - 1)
-    heads = torch.arange(num_heads, dtype=torch.float64)
+    heads = torch.arange(num_heads, dtype=torch.float64, device=device)
     exponents = torch.where(heads < power, -8.0 * (heads + 1) / power, -4.0 * (2 * (heads - power) + 1) / power)
     return torch.exp2(exponents).float()
 

@@ -48,8 +48,6 @@ OTHER_DEFAULTS = {
     ("MultiheadAttention.__init__", "device"): "None is CUDA where there is one, else the CPU",
     ("TransformerLayer.__init__", "device"): "None is CUDA where there is one, else the CPU",
 }
-# modules whose other parameters are keywords that `test_transformer_layers.py` knows
-PARTLY = {"DotProductAttention", "MultiheadAttention", "TransformerLayer"}
 OURS = {  # theirs -> ours, where the names differ
     "BatchDecodeWithPagedKVCacheWrapper._plan_impl": "BatchDecodeWithPagedKVCacheWrapper.plan",
     "optimum_neuron KVCacheManager.__init__": "SlotKVCacheManager.from_config",
@@ -87,20 +85,17 @@ def test_each_parameter_of_the_original_is_here_with_its_default(name, parameter
         parameter, _, default = text.partition("=")
         if parameter.startswith("*"):
             continue
-        if parameter not in ours:
-            assert owner in PARTLY, f"{name} has no {parameter}"
-            continue
+        assert parameter in ours, f"{name} has no {parameter}"
         same = (
             ours[parameter].default is inspect.Parameter.empty
             if not default
             else (repr(ours[parameter].default) == default)
         )
-        if owner not in PARTLY or (name, parameter) in OTHER_DEFAULTS:
-            assert same != ((name, parameter) in OTHER_DEFAULTS), f"{parameter} of {name}"
+        assert same != ((name, parameter) in OTHER_DEFAULTS), f"{parameter} of {name}"
 
 
 def test_each_line_is_about_a_function_of_an_original():
     known = {name for functions in SIGNATURES.values() for name in functions} | set(OURS.values())
     assert set(NOT_OFFERED) | {name for name, _ in OTHER_DEFAULTS} <= known
-    assert {name.partition(".")[0] for name in known} >= ABSENT | PARTLY
+    assert {name.partition(".")[0] for name in known} >= ABSENT
     assert not any(hasattr(graphdecode, name) for name in ABSENT)

@@ -1,173 +1,52 @@
-"""`MultiheadAttention`, `TransformerLayer`, and their norms and linear layers, with TransformerEngine's names."""
+"""`MultiheadAttention` and `TransformerLayer`, with TransformerEngine's names."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from graphdecode.buffers import default_device
-from graphdecode.cache.errors import require_choice
-from graphdecode.kernels.model.act_mul import act_mul
-from graphdecode.kernels.norm.rms_norm import rms_norm
 
-from .dot_product_attention import DotProductAttention, check_training_arguments
+from .arguments import require_neutral
+from .dot_product_attention import DotProductAttention, require_eval
 from .inference_params import InferenceParams
+from .projections import HeadNorm, Initializers, LayerNormMLP, LayerNormQKV, NormSettings, QKVLayout, frozen
 from .rotary import apply_rotary_pos_emb
-
-NORMALIZATIONS = ("LayerNorm", "RMSNorm")
-_GATES = {"swiglu": "silu", "geglu": "gelu_tanh"}
-ACTIVATIONS = ("gelu", "relu", *_GATES)
-_STD = 0.023  # standard deviation of initial weights
-
-
-def frozen(*shape: int, value: float, like: dict[str, object]) -> nn.Parameter:
-    """Return a parameter that is not trained, of one value."""
-    return nn.Parameter(torch.full(shape, value, **like), requires_grad=False)  # type: ignore[call-overload]
-
-
-class Initializers(NamedTuple):
-    """What fills new weights in place; None: a normal distribution with a standard deviation of 0.023."""
-
-    inner: Callable[[Tensor], object] | None  # those of queries, keys, values, and of a perceptron's first layer
-    outer: Callable[[Tensor], object] | None  # those of the layers whose outputs are added to the residual stream
-    tracker: Callable[[], Any] | None  # returns an object whose `fork()` is a context with another random state
-
-    def check(self) -> None:
-        """Refuse what cannot be called."""
-        names = ("init_method", "output_layer_init_method", "get_rng_state_tracker")
-        for name, given in zip(names, self, strict=True):
-            if given is not None and not callable(given):
-                raise ValueError(f"{name} must be callable or None, got {given!r}")
-
-    def weight(self, *shape: int, like: dict[str, object], is_outer: bool = False) -> nn.Parameter:
-        """Return a new weight that is not trained."""
-        weight = nn.Parameter(torch.empty(*shape, **like), requires_grad=False)  # type: ignore[call-overload]
-        fill = self.outer if is_outer else self.inner
-        with torch.no_grad(), nullcontext() if self.tracker is None else self.tracker().fork():
-            if fill is None:
-                weight.normal_(std=_STD)
-            else:
-                fill(weight)
-        return weight
-
-
-class NormSettings(NamedTuple):
-    """Settings of a norm, and of the linear layers after it."""
-
-    hidden_size: int
-    eps: float  # added to the variance, or to the mean square
-    normalization: str | None  # one of `NORMALIZATIONS`; None: no norm
-    zero_centered_gamma: bool  # whether the norm multiplies by 1 + weight
-    bias: bool  # whether the linear layers have biases
-    like: dict[str, object]  # dtype and device of the parameters
-    init: Initializers  # of the linear layers' weights
-
-
-class Normalized(nn.Module):
-    """A module that begins with a norm: `layer_norm_weight`, and `layer_norm_bias` for LayerNorm."""
-
-    def __init__(self, settings: NormSettings) -> None:
-        super().__init__()
-        hidden_size, self.eps, normalization, self.zero_centered_gamma, _, like, _ = settings
-        self.layer_norm_weight = self.layer_norm_bias = None
-        if normalization is not None:
-            require_choice("normalization", normalization, NORMALIZATIONS)
-            self.layer_norm_weight = frozen(hidden_size, value=0.0 if self.zero_centered_gamma else 1.0, like=like)
-        if normalization == "LayerNorm":
-            self.layer_norm_bias = frozen(hidden_size, value=0.0, like=like)
-
-    def normalize(self, x: Tensor) -> Tensor:
-        """Return the norm of `x` [..., hidden]."""
-        if self.layer_norm_weight is None:
-            return x
-        gain = self.layer_norm_weight + 1.0 if self.zero_centered_gamma else self.layer_norm_weight
-        if self.layer_norm_bias is not None:
-            return F.layer_norm(x, x.shape[-1:], gain, self.layer_norm_bias, self.eps)
-        rows = x.reshape(-1, x.shape[-1])
-        out = torch.empty(rows.shape, dtype=x.dtype, device=x.device)
-        rms_norm(out, rows, gain.float(), self.eps)
-        return out.view(x.shape)
-
-
-class LayerNormQKV(Normalized):
-    """Queries, keys and values of a norm: `query_weight`, `key_weight`, `value_weight`, and their biases."""
-
-    def __init__(self, settings: NormSettings, **sizes: int) -> None:
-        super().__init__(settings)
-        for name, size in sizes.items():
-            weight = settings.init.weight(size, settings.hidden_size, like=settings.like)
-            self.register_parameter(f"{name}_weight", weight)
-        for name, size in sizes.items():
-            bias = frozen(size, value=0.0, like=settings.like) if settings.bias else None
-            self.register_parameter(f"{name}_bias", bias)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries, keys and values of `x` [..., hidden], [..., size] each."""
-        x = self.normalize(x)
-        named = ((getattr(self, f"{name}_weight"), getattr(self, f"{name}_bias")) for name in ("query", "key", "value"))
-        query, key, value = (F.linear(x, weight, bias) for weight, bias in named)
-        return query, key, value
-
-
-class LayerNormMLP(Normalized):
-    """A norm and a perceptron with one hidden layer: `fc1_weight`, `fc1_bias`, `fc2_weight`, `fc2_bias`.
-
-    For a gated activation `fc1_weight` has twice as many rows, the gate's first.
-    """
-
-    def __init__(self, settings: NormSettings, ffn_hidden_size: int, activation: str) -> None:
-        super().__init__(settings)
-        require_choice("activation", activation, ACTIVATIONS)
-        hidden_size, like, bias = settings.hidden_size, settings.like, settings.bias
-        self.activation = activation
-        rows = ffn_hidden_size * (2 if activation in _GATES else 1)
-        self.fc1_weight = settings.init.weight(rows, hidden_size, like=like)
-        self.fc1_bias = frozen(rows, value=0.0, like=like) if bias else None
-        self.fc2_weight = settings.init.weight(hidden_size, ffn_hidden_size, like=like, is_outer=True)
-        self.fc2_bias = frozen(hidden_size, value=0.0, like=like) if bias else None
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the perceptron's output for `x` [..., hidden]."""
-        inner = F.linear(self.normalize(x), self.fc1_weight, self.fc1_bias)
-        if self.activation == "relu":
-            inner = F.relu(inner)
-        elif self.activation == "gelu":
-            inner = F.gelu(inner, approximate="tanh")
-        else:
-            rows = inner.reshape(-1, inner.shape[-1])
-            out = torch.empty(rows.shape[0], rows.shape[1] // 2, dtype=inner.dtype, device=inner.device)
-            act_mul(out, rows, _GATES[self.activation])
-            inner = out.view(*inner.shape[:-1], -1)
-        return F.linear(inner, self.fc2_weight, self.fc2_bias)
 
 
 class MultiheadAttention(nn.Module):
     """Attention with its projections: `qkv` or, with a norm before it, `layernorm_qkv`; and `proj`.
 
     Parameters have TransformerEngine's names (`query_weight`, ...), and need no gradients. Arguments that
-    `DotProductAttention` has too mean the same.
+    `DotProductAttention` has too mean the same. Those that are not listed here are hints, or must be neutral; see
+    `arguments.NEUTRAL`.
 
     Args:
         hidden_size: size of input and output.
         kv_channels: size of a head; None: hidden_size / num_attention_heads.
         init_method: fills the weights of queries, keys and values in place; None: normal, standard deviation 0.023.
         output_layer_init_method: likewise that of `proj`.
+        get_rng_state_tracker: returns an object whose `fork()` is a context; weights are filled within it.
         params_dtype: None means torch's default.
         input_layernorm: whether there is a norm.
-        zero_centered_gamma: whether it multiplies by 1 + weight.
+        fuse_qkv_params: whether queries, keys and values have one `weight` and one `bias`.
+        qkv_weight_interleaved: whether these have the heads of each group together: its queries, its key, its value;
+            else all queries, all keys, all values.
+        zero_centered_gamma: whether the norm multiplies by 1 + weight.
+        rotary_pos_interleaved: whether rotated pairs are adjacent.
         bias: whether projections have biases.
         normalization: `LayerNorm` or `RMSNorm`.
-        rotary_pos_interleaved: whether rotated pairs are adjacent.
         device: None means CUDA where there is one, else the CPU.
-        get_rng_state_tracker: returns an object whose `fork()` is a context; weights are filled within it.
+        qk_norm_type: norm of each head of queries and keys: None, `L2Normalization`, or `RMSNorm` or `LayerNorm` with
+            the parameters of `q_norm` and `k_norm`.
+        qk_norm_eps: added to what that takes the root of.
+        qk_norm_before_rope: whether it stands before the rotation.
 
     Raises:
-        ValueError: the sizes do not divide, or an option is not known.
+        ValueError: the sizes do not divide, or an option is not known, or asks for what is not offered.
     """
 
     def __init__(
@@ -182,21 +61,43 @@ class MultiheadAttention(nn.Module):
         layer_number: int | None = None,
         attn_mask_type: str = "causal",
         window_size: tuple[int, int] | None = None,
-        *,
+        bottom_right_diagonal: bool | None = None,
+        softcap: float = 0.0,
+        tp_group: object = None,
+        tp_size: int = 1,
         num_gqa_groups: int | None = None,
+        fuse_wgrad_accumulation: bool = False,
+        get_rng_state_tracker: Callable[[], Any] | None = None,
+        sequence_parallel: bool = False,
         params_dtype: torch.dtype | None = None,
+        return_bias: bool = False,
+        return_layernorm_output: bool = False,
         input_layernorm: bool = False,
+        attention_type: str = "self",
+        set_parallel_mode: bool = False,
+        fuse_qkv_params: bool = False,
         zero_centered_gamma: bool = False,
+        qkv_weight_interleaved: bool = True,
+        rotary_pos_interleaved: bool = False,
+        ub_overlap_ag: bool = False,
+        ub_overlap_rs: bool = False,
+        ub_overlap_rs_dgrad: bool = False,
+        ub_bulk_dgrad: bool = False,
+        ub_bulk_wgrad: bool = False,
         bias: bool = True,
         normalization: str = "LayerNorm",
-        rotary_pos_interleaved: bool = False,
         device: torch.device | str | None = None,
         qkv_format: str = "sbhd",
-        get_rng_state_tracker: Callable[[], Any] | None = None,
-        **training: Any,
+        name: str | None = None,
+        qk_norm_type: str | None = None,
+        qk_norm_eps: float = 1e-6,
+        qk_norm_before_rope: bool = False,
+        seq_length: int | None = None,
+        micro_batch_size: int | None = None,
+        softmax_type: str = "vanilla",
     ) -> None:
+        require_neutral(locals())
         super().__init__()
-        check_training_arguments(type(self).__name__, training)
         init = Initializers(init_method, output_layer_init_method, get_rng_state_tracker)
         init.check()
         if kv_channels is None and hidden_size % num_attention_heads:
@@ -206,39 +107,54 @@ class MultiheadAttention(nn.Module):
         self.layer_number = 1 if layer_number is None else layer_number
         self.qkv_format = qkv_format
         self.kv_channels = hidden_size // num_attention_heads if kv_channels is None else kv_channels
-        self.rotary_pos_interleaved = rotary_pos_interleaved
-        like = {"dtype": params_dtype or torch.get_default_dtype(), "device": default_device(device)}
+        self.rotary_pos_interleaved, self.qk_norm_before_rope = rotary_pos_interleaved, qk_norm_before_rope
+        place = default_device(device)
+        like = {"dtype": params_dtype or torch.get_default_dtype(), "device": place}
         groups = num_attention_heads if num_gqa_groups is None else num_gqa_groups
         inner = num_attention_heads * self.kv_channels
         self.core_attention = DotProductAttention(
-            num_attention_heads,
-            self.kv_channels,
-            groups,
-            qkv_format=qkv_format,
-            attn_mask_type=attn_mask_type,
-            window_size=window_size,
-            layer_number=self.layer_number,
-        )
-        norm, keys = normalization if input_layernorm else None, groups * self.kv_channels
+            num_attention_heads, self.kv_channels, groups, attention_dropout, qkv_format, attn_mask_type, window_size,
+            bottom_right_diagonal, softcap, layer_number=self.layer_number, softmax_type=softmax_type,
+        ).to(place)  # fmt: skip
+        norm = normalization if input_layernorm else None
         settings = NormSettings(hidden_size, layernorm_epsilon, norm, zero_centered_gamma, bias, like, init)
-        qkv = LayerNormQKV(settings, query=inner, key=keys, value=keys)
+        heads = QKVLayout(num_attention_heads, groups, self.kv_channels, fuse_qkv_params, qkv_weight_interleaved)
         self.qkv_name = "layernorm_qkv" if input_layernorm else "qkv"
-        self.add_module(self.qkv_name, qkv)
+        self.add_module(self.qkv_name, LayerNormQKV(settings, heads))
+        self.q_norm = self.k_norm = None
+        if qk_norm_type is not None:
+            self.q_norm, self.k_norm = (HeadNorm(qk_norm_type, self.kv_channels, qk_norm_eps, like) for _ in "qk")
         self.proj = nn.Linear(inner, hidden_size, bias=False, device="meta")
         self.proj.weight = init.weight(hidden_size, inner, like=like, is_outer=True)
         self.proj.register_parameter("bias", frozen(hidden_size, value=0.0, like=like) if bias else None)
+        self.eval()
 
     def forward(
         self,
         hidden_states: Tensor,
-        attention_mask: None = None,
-        *,
+        attention_mask: Tensor | None = None,
+        encoder_output: Tensor | None = None,
         attn_mask_type: str | None = None,
         window_size: tuple[int, int] | None = None,
+        bottom_right_diagonal: bool | None = None,
+        is_first_microbatch: bool | None = None,
+        checkpoint_core_attention: bool = False,
         inference_params: InferenceParams | None = None,
         rotary_pos_emb: Tensor | tuple[Tensor, Tensor] | None = None,
+        core_attention_bias_type: str = "no_bias",
+        core_attention_bias: Tensor | None = None,
+        alibi_slopes: Tensor | None = None,
         cu_seqlens_q: Tensor | None = None,
         cu_seqlens_kv: Tensor | None = None,
+        cu_seqlens_q_padded: Tensor | None = None,
+        cu_seqlens_kv_padded: Tensor | None = None,
+        max_seqlen_q: int | None = None,
+        max_seqlen_kv: int | None = None,
+        fast_zero_fill: bool = True,
+        pad_between_seqs: bool | None = None,
+        thd_attention_policies: object = None,
+        thd_attention_policy_dispatch: str = "auto",
+        softcap: float | None = None,
     ) -> Tensor:
         """Attend from the step's tokens; a layer that the cache does not know gets its memory here.
 
@@ -249,29 +165,55 @@ class MultiheadAttention(nn.Module):
                 from `get_seqlens_pre_step` on.
             others: see `DotProductAttention.forward`.
         """
+        require_neutral(locals())
         if inference_params is not None and self.layer_number not in inference_params.cache_manager.cache:
             inference_params.allocate_memory(self.layer_number)
-        flat: tuple[Tensor, Tensor, Tensor] = getattr(self, self.qkv_name)(hidden_states)
-        query, key, value = (x.unflatten(-1, (-1, self.kv_channels)) for x in flat)
+        query, key, value = getattr(self, self.qkv_name)(hidden_states)
+        if self.qk_norm_before_rope:
+            query, key = self._normed(query, key)
         if rotary_pos_emb is not None:
-            pair = rotary_pos_emb if isinstance(rotary_pos_emb, tuple) else (rotary_pos_emb, rotary_pos_emb)
-            starts, begins = None, cu_seqlens_q
-            if inference_params is not None:
-                starts, begins = inference_params.get_seqlens_pre_step(), inference_params.cu_seqlens_q
-                longest, given = inference_params.max_sequence_length, min(len(angles) for angles in pair)
-                if given < longest:
-                    raise ValueError(f"rotary_pos_emb must have the angles of {longest} positions, got {given}")
-            layout = (self.qkv_format, starts, self.rotary_pos_interleaved, False, begins)
-            query, key = (
-                apply_rotary_pos_emb(x, angles, *layout) for x, angles in zip((query, key), pair, strict=True)
-            )
+            begins = cu_seqlens_q if cu_seqlens_q_padded is None or pad_between_seqs is False else cu_seqlens_q_padded
+            query, key = self._rotated(query, key, rotary_pos_emb, inference_params, begins)
+        if not self.qk_norm_before_rope:
+            query, key = self._normed(query, key)
         out = self.core_attention(
             *(query, key, value, attention_mask, None, cu_seqlens_q, cu_seqlens_kv),
+            cu_seqlens_q_padded=cu_seqlens_q_padded,
+            cu_seqlens_kv_padded=cu_seqlens_kv_padded,
             attn_mask_type=attn_mask_type,
             window_size=window_size,
+            bottom_right_diagonal=bottom_right_diagonal,
+            softcap=softcap,
+            core_attention_bias_type=core_attention_bias_type,
+            alibi_slopes=alibi_slopes,
             inference_params=inference_params,
+            pad_between_seqs=pad_between_seqs,
         )
         return self.proj(out)
+
+    def _normed(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        if self.q_norm is None or self.k_norm is None:
+            return query, key
+        return self.q_norm(query), self.k_norm(key)
+
+    def _rotated(
+        self,
+        query: Tensor,
+        key: Tensor,
+        rotary_pos_emb: Tensor | tuple[Tensor, Tensor],
+        inference_params: InferenceParams | None,
+        begins: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """Return queries and keys at their positions, given where rows begin in thd without a cache."""
+        pair = rotary_pos_emb if isinstance(rotary_pos_emb, tuple) else (rotary_pos_emb, rotary_pos_emb)
+        starts = None
+        if inference_params is not None:
+            starts, begins = inference_params.get_seqlens_pre_step(), inference_params.cu_seqlens_q
+            longest, given = inference_params.max_sequence_length, min(len(angles) for angles in pair)
+            if given < longest:
+                raise ValueError(f"rotary_pos_emb must have the angles of {longest} positions, got {given}")
+        layout = (self.qkv_format, starts, self.rotary_pos_interleaved, False, begins)
+        return apply_rotary_pos_emb(query, pair[0], *layout), apply_rotary_pos_emb(key, pair[1], *layout)
 
 
 class TransformerLayer(nn.Module):
@@ -281,15 +223,16 @@ class TransformerLayer(nn.Module):
 
     Args:
         ffn_hidden_size: size of the perceptron's inner layer.
-        hidden_dropout: ignored, as `attention_dropout`.
+        hidden_dropout: must be 0 in training mode, as `attention_dropout`.
         init_method: fills the perceptron's first weight, too.
         output_layer_init_method: fills its second, too.
-        activation: `gelu`, `relu`, `geglu` or `swiglu`.
+        activation: one of `projections.ACTIVATIONS`.
+        activation_params: of `clamped_swiglu`: `limit`, `alpha`, `glu_linear_offset`.
         self_attn_mask_type: see `DotProductAttention`.
         attn_input_format: `sbhd`, `bshd` or `thd`.
 
     Raises:
-        ValueError: the sizes do not divide, or an option is not known.
+        ValueError: the sizes do not divide, or an option is not known, or asks for what is not offered.
     """
 
     def __init__(
@@ -307,73 +250,119 @@ class TransformerLayer(nn.Module):
         kv_channels: int | None = None,
         self_attn_mask_type: str = "causal",
         window_size: tuple[int, int] | None = None,
-        *,
+        bottom_right_diagonal: bool | None = None,
+        softcap: float = 0.0,
+        enc_dec_attn_mask_type: str = "no_mask",
+        enc_dec_bottom_right_diagonal: bool | None = None,
+        enc_dec_window_size: tuple[int, int] | None = None,
+        tp_group: object = None,
+        tp_size: int = 1,
         params_dtype: torch.dtype | None = None,
+        get_rng_state_tracker: Callable[[], Any] | None = None,
+        fuse_wgrad_accumulation: bool = False,
+        seq_length: int | None = None,
+        micro_batch_size: int | None = None,
+        sequence_parallel: bool = False,
+        apply_residual_connection_post_layernorm: bool = False,
+        output_layernorm: bool = False,
+        parallel_attention_mlp: bool = False,
+        layer_type: str = "encoder",
+        drop_path_rate: float = 0.0,
+        set_parallel_mode: bool = False,
+        fuse_qkv_params: bool = False,
         rotary_pos_interleaved: bool = False,
         zero_centered_gamma: bool = False,
+        qkv_weight_interleaved: bool = True,
+        ub_tp_comm_overlap: bool = False,
+        ub_overlap_ag: bool = True,
+        ub_overlap_rs: bool = True,
+        ub_overlap_rs_dgrad: bool = False,
+        ub_bulk_dgrad: bool = True,
+        ub_bulk_wgrad: bool = True,
         bias: bool = True,
         activation: str = "gelu",
+        activation_params: Mapping[str, float] | None = None,
         normalization: str = "LayerNorm",
         device: torch.device | str | None = None,
         attn_input_format: str = "sbhd",
-        get_rng_state_tracker: Callable[[], Any] | None = None,
-        **training: Any,
+        name: str | None = None,
+        qk_norm_type: str | None = None,
+        qk_norm_eps: float = 1e-6,
+        qk_norm_before_rope: bool = False,
+        softmax_type: str = "vanilla",
     ) -> None:
+        require_neutral(locals())
         super().__init__()
-        check_training_arguments(type(self).__name__, training)
+        self.hidden_dropout = hidden_dropout
         self.self_attention = MultiheadAttention(
-            hidden_size,
-            num_attention_heads,
-            kv_channels,
-            layernorm_epsilon=layernorm_epsilon,
-            init_method=init_method,
-            output_layer_init_method=output_layer_init_method,
-            get_rng_state_tracker=get_rng_state_tracker,
-            layer_number=layer_number,
-            attn_mask_type=self_attn_mask_type,
-            window_size=window_size,
-            num_gqa_groups=num_gqa_groups,
-            params_dtype=params_dtype,
-            input_layernorm=True,
-            zero_centered_gamma=zero_centered_gamma,
-            bias=bias,
-            normalization=normalization,
-            rotary_pos_interleaved=rotary_pos_interleaved,
-            device=device,
-            qkv_format=attn_input_format,
-        )
+            *(hidden_size, num_attention_heads, kv_channels, attention_dropout, layernorm_epsilon),
+            *(init_method, output_layer_init_method, layer_number, self_attn_mask_type, window_size),
+            *(bottom_right_diagonal, softcap),
+            num_gqa_groups=num_gqa_groups, get_rng_state_tracker=get_rng_state_tracker, params_dtype=params_dtype,
+            input_layernorm=True, fuse_qkv_params=fuse_qkv_params, zero_centered_gamma=zero_centered_gamma,
+            qkv_weight_interleaved=qkv_weight_interleaved, rotary_pos_interleaved=rotary_pos_interleaved, bias=bias,
+            normalization=normalization, device=device, qkv_format=attn_input_format, qk_norm_type=qk_norm_type,
+            qk_norm_eps=qk_norm_eps, qk_norm_before_rope=qk_norm_before_rope, softmax_type=softmax_type,
+        )  # fmt: skip
         weight = self.self_attention.proj.weight
         like: dict[str, Any] = {"dtype": weight.dtype, "device": weight.device}
         init = Initializers(init_method, output_layer_init_method, get_rng_state_tracker)
         norm = NormSettings(hidden_size, layernorm_epsilon, normalization, zero_centered_gamma, bias, like, init)
-        self.layernorm_mlp = LayerNormMLP(norm, ffn_hidden_size, activation)
+        self.layernorm_mlp = LayerNormMLP(norm, ffn_hidden_size, activation, activation_params)
+        self.eval()
 
     def forward(
         self,
         hidden_states: Tensor,
-        attention_mask: None = None,
+        attention_mask: Tensor | None = None,
         self_attn_mask_type: str | None = None,
         window_size: tuple[int, int] | None = None,
-        *,
+        bottom_right_diagonal: bool | None = None,
+        encoder_output: Tensor | None = None,
+        enc_dec_attn_mask: Tensor | None = None,
+        enc_dec_attn_mask_type: str | None = None,
+        enc_dec_window_size: tuple[int, int] | None = None,
+        enc_dec_bottom_right_diagonal: bool | None = None,
+        is_first_microbatch: bool | None = None,
+        checkpoint_core_attention: bool = False,
         inference_params: InferenceParams | None = None,
         rotary_pos_emb: Tensor | tuple[Tensor, Tensor] | None = None,
+        core_attention_bias_type: str = "no_bias",
+        core_attention_bias: Tensor | None = None,
+        alibi_slopes: Tensor | None = None,
         cu_seqlens_q: Tensor | None = None,
         cu_seqlens_kv: Tensor | None = None,
+        cu_seqlens_q_padded: Tensor | None = None,
+        cu_seqlens_kv_padded: Tensor | None = None,
+        max_seqlen_q: int | None = None,
+        max_seqlen_kv: int | None = None,
+        fast_zero_fill: bool = True,
+        pad_between_seqs: bool | None = None,
+        thd_attention_policies: object = None,
+        thd_attention_policy_dispatch: str = "auto",
+        softcap: float | None = None,
     ) -> Tensor:
         """Return the layer's output for the step's tokens, in the shape of the input.
 
         The arguments are those of `MultiheadAttention.forward`; `self_attn_mask_type` and `window_size` None mean the
-        layer's.
+        layer's. As published, keys have the queries' lengths: `cu_seqlens_kv` has no effect.
         """
+        require_neutral(locals())
+        require_eval(self, hidden_dropout=self.hidden_dropout)
         attended = self.self_attention(
             hidden_states,
             attention_mask,
             attn_mask_type=self_attn_mask_type,
             window_size=window_size,
+            bottom_right_diagonal=bottom_right_diagonal,
             inference_params=inference_params,
             rotary_pos_emb=rotary_pos_emb,
+            core_attention_bias_type=core_attention_bias_type,
+            alibi_slopes=alibi_slopes,
             cu_seqlens_q=cu_seqlens_q,
-            cu_seqlens_kv=cu_seqlens_kv,
+            cu_seqlens_q_padded=cu_seqlens_q_padded,
+            pad_between_seqs=pad_between_seqs,
+            softcap=softcap,
         )
         hidden_states = hidden_states + attended
         return hidden_states + self.layernorm_mlp(hidden_states)

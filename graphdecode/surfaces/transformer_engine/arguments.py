@@ -1,0 +1,59 @@
+"""Arguments of TransformerEngine's modules that are taken at the values that ask for nothing, and refused at others."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+
+class Neutral(NamedTuple):
+    """What an argument may be, and why it may be nothing else."""
+
+    values: tuple[object, ...]
+    reason: str
+
+
+_SHARDS = "a module is not split over several devices"
+_CONTEXT = "a sequence is not split over several devices"
+_BACKWARD = "there is no backward pass"
+_CROSS = "there is no cross attention: a decoder's cache has its own tokens alone"
+_ORDER = "norms stand before attention and perceptron, and the residual stream is that before the norms"
+_FP8 = "attention has no FP8 recipe; a cache may have floats of 8 bits"
+_SCORES = "scores are made by kernels that are compiled ahead"
+
+# argument -> its neutral values, of each module and method that has it
+NEUTRAL = {
+    "tp_size": Neutral((1,), _SHARDS),
+    "tp_group": Neutral((None,), _SHARDS),
+    "ub_tp_comm_overlap": Neutral((False,), _SHARDS),
+    "cp_group": Neutral((None,), _CONTEXT),
+    "attention_type": Neutral(("self",), _CROSS),
+    "layer_type": Neutral(("encoder",), _CROSS),
+    "encoder_output": Neutral((None,), _CROSS),
+    "enc_dec_attn_mask": Neutral((None,), _CROSS),
+    "drop_path_rate": Neutral((0.0,), "layers are dropped in training alone"),
+    "fuse_wgrad_accumulation": Neutral((False,), _BACKWARD),
+    "score_mod_bprop": Neutral((None,), _BACKWARD),
+    "score_mod_bprop_tensors": Neutral((None,), _BACKWARD),
+    "return_bias": Neutral((False,), "biases are added where they are"),
+    "return_layernorm_output": Neutral((False,), _ORDER),
+    "apply_residual_connection_post_layernorm": Neutral((False,), _ORDER),
+    "output_layernorm": Neutral((False,), _ORDER),
+    "parallel_attention_mlp": Neutral((False,), _ORDER),
+    "return_max_logit": Neutral((False,), "the largest logit serves an optimizer"),
+    "fp8_output": Neutral((False,), _FP8),
+    "core_attention_bias_type": Neutral(("no_bias", "alibi"), "there is no matrix of biases over a cache"),
+    "core_attention_bias": Neutral((None,), "there is no matrix of biases over a cache"),
+    "score_mod": Neutral((None,), _SCORES),
+    "score_mod_tensors": Neutral((None,), _SCORES),
+    "thd_attention_policies": Neutral((None,), "all sequences of a step have one mask"),
+}
+
+
+def require_neutral(given: Mapping[str, object]) -> None:
+    """Raise ValueError for the first of the given arguments that asks for what is not offered."""
+    for name, value in given.items():
+        neutral = NEUTRAL.get(name)
+        if neutral is not None and not any(value is known or value == known for known in neutral.values):
+            allowed = " or ".join(repr(known) for known in neutral.values)
+            raise ValueError(f"{name} must be {allowed}: {neutral.reason}, got {value!r}")

@@ -1,0 +1,163 @@
+"""Which keys a query sees, and attention under masks and biases that the kernels of a causal step do not have."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from graphdecode.attention.cached import attend_from_rows
+from graphdecode.cache.errors import require_choice
+from graphdecode.kernels.attention.attention_records import AttentionOptions
+from graphdecode.kernels.attention.attention_torch import alibi_slopes
+
+MASK_TYPES = (
+    "no_mask",
+    "padding",
+    "causal",
+    "padding_causal",
+    "causal_bottom_right",
+    "padding_causal_bottom_right",
+)
+
+
+class Mask(NamedTuple):
+    """What a query at position `i` sees; keys count from 0, and `i` does from the diagonal's corner."""
+
+    is_causal: bool  # no key after i
+    bottom_right: bool  # whether the newest query has the newest key's position, or the first the first's
+    left: int  # keys from i - left on; -1: all
+    right: int  # and up to i + right; -1: all
+
+    @classmethod
+    def of(cls, kind: str, window: tuple[int, int] | None, bottom_right: bool | None) -> Mask:
+        """Return the mask of published arguments; a window that does not fit the type is cut, as published."""
+        kind = kind.replace(",", "_")
+        kind = "padding_causal" if kind == "causal_padding" else kind
+        require_choice("attn_mask_type", kind, MASK_TYPES)
+        is_causal = "causal" in kind
+        left, right = (-1, -1) if window is None else window
+        if left < -1 or right < -1 or (left == -1 and right > 0) or (left >= 0 and right < 0 and not is_causal):
+            raise ValueError(
+                f"window_size must be (-1, -1), (-1, 0) or two numbers of 0 or more with {kind}, got {window!r}"
+            )
+        if is_causal:
+            return cls(True, kind.endswith("bottom_right"), left, 0)
+        return cls(False, bottom_right is not False, left, right if left >= 0 else -1)
+
+
+class Sequences(NamedTuple):
+    """Keys, values and queries of a step's sequences, as an attention kernel finds them."""
+
+    keys: Tensor  # [rows, max_seq, hkv, d], or pages
+    values: Tensor
+    table: Tensor | None  # int32 [rows, pages]; None: row i is page i
+    cu_q: Tensor  # int32 [rows + 1], queries, cumulative
+    cu_kv: Tensor  # int32 [rows + 1], keys, cumulative
+    begins: Tensor  # int32 [rows + 1], where the queries of each row begin in thd
+
+
+class _Queries(NamedTuple):
+    """Tokens of a step, one after another, and what they see."""
+
+    q: Tensor  # [tokens, heads, d]
+    rows: Tensor  # int64 [tokens], the sequence of each
+    at: Tensor  # int64 [tokens], the position of each
+    seen: Tensor  # int64 [tokens], the number of keys of its sequence that a mask without a window lets it see
+
+
+def _queries(q: Tensor, form: str, mask: Mask, given: Sequences) -> _Queries:
+    count = given.cu_q.shape[0] - 1
+    if form.startswith("thd"):
+        tokens = torch.arange(q.shape[0], device=q.device)
+        rows = torch.searchsorted(given.begins[1:].contiguous(), tokens, right=True).clamp(max=count - 1)
+        inside = tokens - given.begins[rows]
+    else:
+        q = q.transpose(0, 1) if form.startswith("sbhd") else q
+        tokens = torch.arange(q.shape[0] * q.shape[1], device=q.device)
+        rows, inside = tokens // q.shape[1], tokens % q.shape[1]
+        q = q.flatten(0, 1)
+    new, known = given.cu_q.diff()[rows].long(), given.cu_kv.diff()[rows].long()
+    at = inside + known - new if mask.bottom_right else inside
+    seen = torch.minimum(at + 1, known).clamp(min=0) if mask.is_causal else known
+    return _Queries(q, rows, at, torch.where(inside < new, seen, 0))
+
+
+def _laid_back(out: Tensor, q: Tensor, form: str) -> Tensor:
+    """Return [tokens, heads, d] in the format of the queries."""
+    if form.startswith("thd"):
+        return out
+    rows = q.shape[1] if form.startswith("sbhd") else q.shape[0]
+    out = out.unflatten(0, (rows, -1))
+    return out.transpose(0, 1) if form.startswith("sbhd") else out
+
+
+def attend_token_by_token(q: Tensor, form: str, mask: Mask, given: Sequences, options: AttentionOptions) -> Tensor:
+    """Attend under a mask without a window: for the decode kernel, each query is a row of its own."""
+    tokens = _queries(q, form, mask, given)
+    table = tokens.rows.int().unsqueeze(1) if given.table is None else given.table[tokens.rows]
+    out = q.new_zeros(*tokens.q.shape[:-1], given.values.shape[-1])
+    before = (tokens.seen - 1).int()
+    attend_from_rows(out, tokens.q.contiguous(), given.keys, given.values, before, table, options)
+    return _laid_back(out, q, form)
+
+
+def attend_densely(
+    q: Tensor, form: str, mask: Mask, given: Sequences, options: AttentionOptions, slopes: Tensor | None
+) -> Tensor:
+    """Attend under any mask, and with the biases of ALiBi, by torch's operators over all places of each sequence.
+
+    Args:
+        slopes: float32 [heads] or [rows, heads]; None: no biases. A query at i adds `-slope * abs(i - j)` to the logit
+            of key j, after the cap.
+    """
+    tokens = _queries(q, form, mask, given)
+    kv_heads = given.keys.shape[2]
+    wide = tokens.q.float().unflatten(1, (kv_heads, -1)) * options.scale_of(q.shape[-1])  # [tokens, hkv, group, d]
+    out = q.new_zeros(*tokens.q.shape[:-1], given.values.shape[-1])
+    is_packed = form.startswith("thd")
+    count = given.cu_q.shape[0] - 1 if is_packed else q.shape[form.index("b")]
+    width = len(wide) // max(count, 1)
+    for row in range(count):
+        keys, values = (
+            cache[row] if given.table is None else cache[given.table[row].long()].flatten(0, 1)
+            for cache in (given.keys, given.values)
+        )  # [places, hkv, d]
+        places = torch.arange(keys.shape[0], device=q.device)
+        here = slice(None) if is_packed else slice(row * width, (row + 1) * width)
+        at, seen = tokens.at[here, None], tokens.seen[here, None]
+        logits = torch.einsum("thgd,phd->thgp", wide[here], keys.float())
+        if options.logits_soft_cap > 0:
+            logits = torch.tanh(logits / options.logits_soft_cap) * options.logits_soft_cap
+        if slopes is not None:
+            of_row = (slopes if slopes.dim() == 1 else slopes[row]).float().view(1, kv_heads, -1, 1)
+            logits = logits - of_row * (at - places).abs()[:, None, None]
+        visible = (places < seen) & (tokens.rows[here, None] == row)
+        if mask.left >= 0:
+            visible = visible & (places >= at - mask.left) & (places <= at + mask.right)
+        logits = logits.masked_fill(~visible[:, None, None], -math.inf)
+        if options.sinks is None:
+            weights = torch.softmax(logits, -1)
+        else:
+            sinks = options.sinks.view(1, kv_heads, -1, 1).expand(*logits.shape[:-1], 1)
+            weights = torch.softmax(torch.cat((logits, sinks), -1), -1)[..., :-1]
+        weights = torch.where(visible[:, None, None], weights, 0.0)
+        known = (places < given.cu_kv[row + 1] - given.cu_kv[row])[:, None, None]
+        part = torch.einsum("thgp,phd->thgd", weights, torch.where(known, values.float(), 0.0)).flatten(1, 2)
+        out[here] = torch.where((tokens.rows[here] == row)[:, None, None], part.to(out.dtype), out[here])
+    return _laid_back(out, q, form)
+
+
+def slopes_of(kind: str, given: Tensor | None, heads: int, device: torch.device) -> Tensor | None:
+    """Return the slopes of ALiBi, or None; `kind` is the published `core_attention_bias_type`."""
+    if kind != "alibi":
+        if given is not None:
+            raise ValueError(f"alibi_slopes need core_attention_bias_type='alibi', got {kind!r}")
+        return None
+    if given is None:
+        return alibi_slopes(heads, device)
+    if given.dim() not in (1, 2) or given.shape[-1] != heads:
+        raise ValueError(f"alibi_slopes must be [{heads}] or [batch, {heads}], got {tuple(given.shape)}")
+    return given
