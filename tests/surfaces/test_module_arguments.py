@@ -169,6 +169,20 @@ def test_packed_rows_may_have_padding_between_them():
     torch.testing.assert_close(out[3:4].double(), attention(*(rows[1] for rows in new), *seen_by(1, 1, "causal")))
 
 
+@pytest.mark.parametrize("is_padded", [None, True, False])
+def test_packed_rows_with_padding_between_them_are_rotated_from_their_own_beginnings(is_padded):
+    lengths, width = (3, 1, 2), 4
+    module = randomized(MultiheadAttention(HIDDEN, HEADS, DIM, qkv_format="thd", device="cpu"), 6)
+    angles, x = RotaryPositionEmbedding(DIM, device="cpu")(width), torch.randn(12, HIDDEN)
+    sums, padded = torch.tensor([0, *lengths]).cumsum(0).int(), torch.arange(4).int() * width
+    begins = sums if is_padded is False else padded
+    options = {"attn_mask_type": "padding_causal", "rotary_pos_emb": angles, "cu_seqlens_q_padded": padded}
+    out = module(x, cu_seqlens_q=sums, pad_between_seqs=is_padded, **options)
+    for begin, n in zip(begins.tolist(), lengths, strict=False):
+        alone = module(x[begin : begin + n], cu_seqlens_q=torch.tensor([0, n]).int(), rotary_pos_emb=angles)
+        torch.testing.assert_close(out[begin : begin + n], alone, atol=1e-5, rtol=1e-5)
+
+
 def test_lengths_come_from_a_mask_of_padding_and_three_tensors_from_one():
     lengths = (5, 2)
     new = new_tokens(lengths, 4, (HEADS,) * 3)

@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from graphdecode.attention import AttentionOptions, cached_attention
+from graphdecode.attention import AttentionOptions
 from graphdecode.buffers import default_device
 from graphdecode.cache.errors import require_choice
 
 from .arguments import require_neutral
 from .cache_managers import QKV_FORMATS
 from .inference_params import OUTPUT_FORMATS, InferenceParams
-from .masks import Mask, Sequences, attend_densely, attend_token_by_token, slopes_of
+from .masks import Mask, Sequences, attend, slopes_of
 
 SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
 
@@ -172,8 +172,7 @@ class DotProductAttention(nn.Module):
         mask = Mask.of(kind, self.window_size if window_size is None else window_size, corner)
         cap = self.softcap if softcap is None else softcap
         _check_softcap(cap)
-        three = _unpacked((query_layer, key_layer, value_layer), qkv_layer, kv_layer, qkv_interleave_dim)
-        query, keys, values = three
+        query, keys, values = _unpacked((query_layer, key_layer, value_layer), qkv_layer, kv_layer, qkv_interleave_dim)
         slopes = slopes_of(core_attention_bias_type, alibi_slopes, query.shape[-2], query.device)
         form = OUTPUT_FORMATS[layout]
         if inference_params is not None:
@@ -193,17 +192,7 @@ class DotProductAttention(nn.Module):
             is_aligned = given.begins is given.cu_q and (given.cu_kv is given.cu_q or mask.bottom_right)
         sinks = None if self.softmax_offset is None else self.softmax_offset.float()
         options = AttentionOptions(self.softmax_scale, mask.left, cap, sinks)
-        has_one = layout != "thd" and query.shape[form.index("s")] == 1
-        if slopes is None and is_aligned and (mask.is_causal or has_one):
-            out = cached_attention(
-                query, given.keys, given.values, given.cu_q, given.cu_kv, qkv_format=form, page_table=given.table,
-                sm_scale=self.softmax_scale, window_left=mask.left, logits_soft_cap=cap, sinks=sinks,
-            )  # fmt: skip
-        elif slopes is None and mask.left < 0:
-            out = attend_token_by_token(query, form, mask, given, options)
-        else:
-            out = attend_densely(query, form, mask, given, options, slopes)
-        return out.flatten(-2)
+        return attend(query, form, mask, given, options, slopes, is_aligned).flatten(-2)
 
 
 def require_eval(module: nn.Module, **dropouts: float) -> None:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from graphdecode.attention.cached import attend_from_rows
+from graphdecode.attention.cached import attend_from_rows, cached_attention
 from graphdecode.cache.errors import require_choice
 from graphdecode.kernels.attention.attention_records import AttentionOptions
 from graphdecode.kernels.attention.attention_torch import alibi_slopes
@@ -148,6 +148,32 @@ def attend_densely(
         part = torch.einsum("thgp,phd->thgd", weights, torch.where(known, values.float(), 0.0)).flatten(1, 2)
         out[here] = torch.where((tokens.rows[here] == row)[:, None, None], part.to(out.dtype), out[here])
     return _laid_back(out, q, form)
+
+
+def attend(
+    q: Tensor,
+    form: str,
+    mask: Mask,
+    given: Sequences,
+    options: AttentionOptions,
+    slopes: Tensor | None,
+    is_aligned: bool,
+) -> Tensor:
+    """Attend by the fastest way that has the mask and the biases; see `attend_densely`.
+
+    Args:
+        is_aligned: whether each row's newest query has its newest key's position, and thd has no padding between rows.
+    """
+    has_one = not form.startswith("thd") and q.shape[form.index("s")] == 1
+    if slopes is None and is_aligned and (mask.is_causal or has_one):
+        return cached_attention(
+            q, given.keys, given.values, given.cu_q, given.cu_kv, qkv_format=form, page_table=given.table,
+            sm_scale=options.sm_scale, window_left=options.window_left, logits_soft_cap=options.logits_soft_cap,
+            sinks=options.sinks,
+        )  # fmt: skip
+    if slopes is None and mask.left < 0:
+        return attend_token_by_token(q, form, mask, given, options)
+    return attend_densely(q, form, mask, given, options, slopes)
 
 
 def slopes_of(kind: str, given: Tensor | None, heads: int, device: torch.device) -> Tensor | None:
