@@ -46,10 +46,10 @@ def attention(q, k, v, seen, at, sinks=None, cap=0.0, slopes=None):
     return torch.einsum("hqk,khd->qhd", torch.where(total > 0, weights / total, 0.0), v).flatten(-2)
 
 
-def cache(paged, form, groups=GROUPS, **sizes):
+def cache(paged, form, device="cpu"):
     pages = {"total_num_pages": 24, "page_size": 4} if paged else {}
     return InferenceParams(
-        ROWS, LENGTH, groups, DIM, torch.float32, is_paged=paged, qkv_format=form, device="cpu", **pages
+        ROWS, LENGTH, GROUPS, DIM, torch.float32, is_paged=paged, qkv_format=form, device=device, **pages
     )
 
 
@@ -88,13 +88,15 @@ MASKS = {
 @pytest.mark.parametrize("form", ["bshd", "sbhd", "thd"])
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize("mask", MASKS)
-def test_attention_over_a_cache_has_each_argument(paged, form, name, mask):
+def test_attention_over_a_cache_has_each_argument(paged, form, name, mask, device):
     of_module, of_call, expected = OPTIONS[name]
     of_call, kind = of_call | MASKS[mask] | {"attn_mask_type": mask.split()[0]}, mask.split()[0]
-    module = DotProductAttention(HEADS, DIM, GROUPS, qkv_format=form, layer_number=1, **of_module).to("cpu")
+    if "alibi_slopes" in of_call:
+        of_call["alibi_slopes"] = of_call["alibi_slopes"].to(device)
+    module = DotProductAttention(HEADS, DIM, GROUPS, qkv_format=form, layer_number=1, **of_module).to(device)
     if module.softmax_offset is not None:
         module.softmax_offset.copy_(expected["sinks"])
-    params = cache(paged, form)
+    params = cache(paged, form, device)
     params.allocate_memory(1)
     for tensors in params.cache_manager.cache.values():
         for tensor in tensors:
@@ -106,7 +108,7 @@ def test_attention_over_a_cache_has_each_argument(paged, form, name, mask):
         history = [
             [torch.cat(pair) for pair in zip(old, now, strict=True)] for old, now in zip(history, new[1:], strict=True)
         ]
-        out = module(*(laid_out(rows, form) for rows in new), inference_params=params, **of_call)
+        out = module(*(laid_out(rows, form).to(device) for rows in new), inference_params=params, **of_call)
         for row, result in enumerate(taken_apart(out, form, lengths)):
             aligned = kind.replace("causal", "causal_bottom_right")
             seen, at = seen_by(
@@ -114,7 +116,7 @@ def test_attention_over_a_cache_has_each_argument(paged, form, name, mask):
                 of_call.get("bottom_right_diagonal"),
             )  # fmt: skip
             right = attention(new[0][row], history[0][row], history[1][row], seen, at, **expected)
-            torch.testing.assert_close(result.double(), right, atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(result.double().cpu(), right, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("form", ["bshd", "sbhd", "thd"])
