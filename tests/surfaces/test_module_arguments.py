@@ -120,6 +120,26 @@ def test_attention_over_a_cache_has_each_argument(paged, form, name, mask, devic
 
 
 @pytest.mark.parametrize("form", ["bshd", "sbhd", "thd"])
+def test_each_row_may_have_slopes_of_its_own(form):
+    module = DotProductAttention(HEADS, DIM, GROUPS, qkv_format=form, attn_mask_type="padding_causal")
+    params, slopes = cache(False, form), torch.tensor([SLOPES, SLOPES[::-1]])
+    params.allocate_memory(1)
+    params.pre_step(OrderedDict(a=3, b=2))  # of the three rows that the cache has
+    new, options = new_tokens((3, 2)), {"core_attention_bias_type": "alibi", "alibi_slopes": slopes}
+    out = module(*(laid_out(rows, form) for rows in new), inference_params=params, **options)
+    for row, result in enumerate(taken_apart(out, form, (3, 2))):
+        own = slopes[row].tolist()
+        right = attention(*(rows[row] for rows in new), *seen_by((3, 2)[row], (3, 2)[row], "causal"), slopes=own)
+        torch.testing.assert_close(result.double(), right, atol=1e-5, rtol=1e-5)
+    with pytest.raises(ValueError, match=r"alibi_slopes must be \[4\]"):
+        module(
+            *(laid_out(rows, form) for rows in new),
+            inference_params=params,
+            **options | {"alibi_slopes": slopes[:, 1:]},
+        )
+
+
+@pytest.mark.parametrize("form", ["bshd", "sbhd", "thd"])
 @pytest.mark.parametrize(
     ("kind", "window"),
     [("padding", None), ("padding_causal", None), ("padding_causal", (1, 0)), ("padding", (1, 2)),

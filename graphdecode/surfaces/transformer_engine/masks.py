@@ -132,7 +132,9 @@ def attend_densely(
         if options.logits_soft_cap > 0:
             logits = torch.tanh(logits / options.logits_soft_cap) * options.logits_soft_cap
         if slopes is not None:
-            of_row = (slopes if slopes.dim() == 1 else slopes[row]).float().view(1, kv_heads, -1, 1)
+            of_row = (
+                (slopes if slopes.dim() == 1 else slopes[min(row, len(slopes) - 1)]).float().view(1, kv_heads, -1, 1)
+            )
             logits = logits - of_row * (at - places).abs()[:, None, None]
         visible = (places < seen) & (tokens.rows[here, None] == row)
         if mask.left >= 0:
