@@ -280,6 +280,8 @@ def talkative(tmp_path: Path) -> Path:
     config = folder / "config.json"
     changes = {"eos_token_id": None, "max_position_embeddings": 65536}
     config.write_text(json.dumps(json.loads(config.read_text()) | changes))
+    tokenizer = folder / "tokenizer_config.json"
+    tokenizer.write_text(json.dumps(json.loads(tokenizer.read_text()) | {"eos_token": None}))
     return folder
 
 

@@ -42,6 +42,7 @@ class Engine:
         runner: the model, its cache and its graphs, which become attributes.
         seed: default for requests without a seed; an integer of 64 bits.
         target_itl_ms: largest time between two tokens of a row in milliseconds, kept by smaller chunks; 0: no limit.
+        eos_token_id: the tokenizer's end-of-sequence token, used if the model's configuration names none.
 
     Attributes:
         rules: the limits of requests, as data that other processes can use.
@@ -50,15 +51,18 @@ class Engine:
         constrain: compiles a grammar to a constraint; None: grammars are refused. Set by the owner of the tokenizer.
     """
 
-    def __init__(self, runner: Runner, *, seed: int = 0, target_itl_ms: float = 0.0) -> None:
+    def __init__(
+        self, runner: Runner, *, seed: int = 0, target_itl_ms: float = 0.0, eos_token_id: int | None = None
+    ) -> None:
         value: Any = seed
         if not isinstance(value, Integral) or isinstance(value, bool) or as_int64(int(value)) != value:
             raise ArgumentError(f"seed must be an integer of 64 bits, got {shown(seed)}")
         self.runner, self.seed = runner, seed
         self.model, self.cache, self.capacity, self.graphs = runner.model, runner.cache, runner.capacity, runner.graphs
         self.vocab_size = self.model.config.vocab_size
+        named = self.model.config.eos_token_ids or (() if eos_token_id is None else (eos_token_id,))
         # a token outside the vocabulary is never sampled
-        eos_token_ids = tuple(token for token in self.model.config.eos_token_ids if token < self.vocab_size)
+        eos_token_ids = tuple(token for token in named if token < self.vocab_size)
         self.rules = RequestRules(
             self.vocab_size, eos_token_ids, self.capacity, self.cache.page_size, runner.setting.sampling_capacity
         )

@@ -187,12 +187,17 @@ def describe_shard(model: str | Path, settings: EngineConfig) -> ModelShape:
 
 
 def load_engine(
-    model: str | Path, config: EngineConfig, *, progress: bool = False, ranks: Leader | None = None
+    model: str | Path,
+    config: EngineConfig,
+    *,
+    progress: bool = False,
+    ranks: Leader | None = None,
+    eos_token_id: int | None = None,
 ) -> Engine:
     """Load a model, warm up and capture the graphs; see `load_runner`.
 
     `ranks` share the model and outlive the engine; None: they are started if the settings ask for them, and end with
-    the engine. Raises RankError if one fails.
+    the engine. `eos_token_id`: see `Engine`. Raises RankError if one fails.
     """
     _load_outside(config)
     if config.tensor_parallel_size == 1:
@@ -211,7 +216,7 @@ def load_engine(
             finally:
                 leader.close()
             raise
-    return Engine(runner, seed=config.seed, target_itl_ms=config.target_itl_ms)
+    return Engine(runner, seed=config.seed, target_itl_ms=config.target_itl_ms, eos_token_id=eos_token_id)
 
 
 def start_ranks_of(config: EngineConfig) -> Leader:

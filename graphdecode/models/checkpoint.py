@@ -63,7 +63,7 @@ class Checkpoint:
 
     def config(self) -> ModelConfig:
         """Read `config.json`, and the end-of-sequence tokens of `generation_config.json` if there is one."""
-        file, generation = self.folder / "config.json", self.folder / GENERATION_FILE
+        file = self.folder / "config.json"
         if not file.exists():
             raise UnsupportedModelError(self._no_config())
         settings = text_settings(read_json(file))
@@ -73,13 +73,8 @@ class Checkpoint:
         except UnsupportedModelError as error:
             raise UnsupportedModelError(f"{file}: {error}") from error
         config = replace(config, integer_quantized=method is not None and method.of_integers)
-        settings = read_json(generation) if generation.exists() else {}
-        if "eos_token_id" not in settings:
-            return config
-        try:
-            return replace(config, eos_token_ids=eos_token_ids(settings))
-        except UnsupportedModelError as error:
-            raise UnsupportedModelError(f"{generation}: {error}") from error
+        generated = generation_eos_token_ids(self.folder)
+        return config if generated is None else replace(config, eos_token_ids=generated)
 
     @cached_property
     def tensors(self) -> Mapping[str, Stored]:
@@ -214,6 +209,18 @@ class Checkpoint:
         if target is not None:
             raise CheckpointError(f"{file} is a link to {target}, outside of its folder: copy the file")
         return file
+
+
+def generation_eos_token_ids(folder: Path) -> tuple[int, ...] | None:
+    """Return the end-of-sequence tokens of `generation_config.json`; None if it does not have the field."""
+    file = folder / GENERATION_FILE
+    settings = read_json(file) if file.exists() else {}
+    if "eos_token_id" not in settings:
+        return None
+    try:
+        return eos_token_ids(settings)
+    except UnsupportedModelError as error:
+        raise UnsupportedModelError(f"{file}: {error}") from error
 
 
 def generation_defaults(folder: Path) -> dict[str, float]:

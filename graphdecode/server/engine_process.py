@@ -235,7 +235,7 @@ def main() -> None:
     assert isinstance(setup, messages.EngineSetup)
     threading.Thread(target=_beat, args=(connection,), name="heartbeat", daemon=True).start()
     try:
-        engine = load_engine(setup.model, setup.config, progress=setup.progress)
+        engine = load_engine(setup.model, setup.config, progress=setup.progress, eos_token_id=setup.eos_token_id)
         for name, folder in setup.adapters:
             engine.adapters.load(name, folder)
     except GraphdecodeError as error:

@@ -32,6 +32,7 @@ class EngineSetup(NamedTuple):
     progress: bool  # show bars while loading
     tokenizer: str | None = None  # `tokenizers.Tokenizer.to_str`, for structured outputs; None: there are none
     adapters: tuple[tuple[str, str], ...] = ()  # name and folder of each
+    eos_token_id: int | None = None  # of the tokenizer
 
 
 class Heartbeat(NamedTuple):

@@ -75,7 +75,8 @@ class Service:
         if adapters and not settings.max_adapters:
             settings = settings.with_settings(max_adapters=len(adapters))
         serialized = tokenizer.backend_tokenizer.to_str() if is_available() else None
-        setup = EngineSetup(path, settings, progress, serialized, tuple(adapters.items()))
+        eos_token_id = getattr(tokenizer, "eos_token_id", None)
+        setup = EngineSetup(path, settings, progress, serialized, tuple(adapters.items()), eos_token_id)
         self.work = ForkPool(lambda: partial(Preprocessor.warm, self.preprocessor), _POOL_MODULES)
         self.thread = FairThread(config.max_connections)
         self.client = EngineClient(

@@ -137,7 +137,8 @@ class LLM:
         elif tokenizer is None:
             tokenizer = load_tokenizer(path, trust_remote_code=trusted)
         self.tokenizer: Any = tokenizer
-        self.engine = engine = load_engine(path, settings, progress=progress)
+        eos_token_id = getattr(tokenizer, "eos_token_id", None)
+        self.engine = engine = load_engine(path, settings, progress=progress, eos_token_id=eos_token_id)
         self.model, self.cache, self.graphs = engine.model, engine.cache, engine.graphs
         self.capacity, self.stats, self.device = engine.capacity, engine.stats, engine.model.device
         self.engine_config = _effective(settings, self.capacity)

@@ -410,6 +410,8 @@ def test_a_model_without_an_end_ends_a_form_where_nothing_can_follow(tmp_path: A
     for name in ("config.json", "generation_config.json"):
         content = json.loads((tmp_path / name).read_text()) | {"eos_token_id": None}
         (tmp_path / name).write_text(json.dumps(content))
+    tokenizer = tmp_path / "tokenizer_config.json"
+    tokenizer.write_text(json.dumps(json.loads(tokenizer.read_text()) | {"eos_token": None}))
     with LLM(str(tmp_path), max_batch_size=2, max_sequence_length=128, device="cpu") as endless:
         assert endless.engine.rules.eos_token_ids == ()
         asked = [wild(seed, 30, **form) for seed in range(6)]

@@ -21,9 +21,10 @@ from graphdecode.linear.adapted import Adapted, AdapterSpan
 from graphdecode.linear.forms import linear_of
 from graphdecode.linear.weight_form import FormOptions, TensorSource, WeightForm
 from graphdecode.models.adapters import AdapterSlots
+from graphdecode.models.checkpoint import generation_eos_token_ids
 from graphdecode.models.config import DTYPES
 from graphdecode.models.family import known_families
-from graphdecode.models.fields import UnsupportedModelError, count, read_json
+from graphdecode.models.fields import UnsupportedModelError, count, eos_token_ids, read_json
 from graphdecode.models.transformers_backend.masks import Visible, WithoutWeights, masks_made
 from graphdecode.models.transformers_backend.module_decoder import (
     NAME,
@@ -144,9 +145,11 @@ class AdoptedFolder:
                 _check_states(module, text, attended, states)
             elif is_complete and sorted(attended) != list(range(text.num_hidden_layers)):
                 raise UnsupportedModelError(_no_interface(_architecture(module.config)))
-            return _config_of(module, text, attended, states)
+            config = replace(_config_of(module, text, attended, states), eos_token_ids=self._eos_token_ids(text))
         except UnsupportedModelError as error:
             raise UnsupportedModelError(f"{self._file}: {error}") from error
+        generated = generation_eos_token_ids(self._folder)
+        return config if generated is None else replace(config, eos_token_ids=generated)
 
     def check_files(self, source: TensorSource) -> None:
         """Refuse files with fewer values than the model; `load` finds which tensors are missing."""
@@ -194,6 +197,13 @@ class AdoptedFolder:
         spans: list[AdapterSpan] = []
         forms = replace_linears(module, config, options, adapters, spans)
         return ModuleDecoder(config, module, forms, adapters, spans)
+
+    def _eos_token_ids(self, text: Any) -> tuple[int, ...]:
+        """Return those that config.json states; a default of transformers' class is no token of this vocabulary."""
+        stated = read_json(self._file)
+        parts = (stated, stated.get("text_config"))
+        is_stated = any(isinstance(part, dict) and "eos_token_id" in part for part in parts)
+        return eos_token_ids({"eos_token_id": text.eos_token_id}) if is_stated else ()
 
     def _settings(self) -> Any:
         from transformers import AutoConfig
@@ -347,7 +357,6 @@ def _config_of(
     if attended:
         heads, kv_heads, head_dim, *_ = next(iter(attended.values())).shape
     dtype = getattr(text, "dtype", None) or torch.float32
-    eos = text.eos_token_id
     mixers = () if states is None else tuple(sorted(states.mixers))
     weights = {path: weight for path, part in module.named_modules() if (weight := weight_of(part)) is not None}
     adapted = [weight.shape for path, weight in weights.items() if takes_adapters(path, mixers)]
@@ -363,7 +372,7 @@ def _config_of(
         max_position_embeddings=count(fields, "max_position_embeddings"),
         windows=tuple(each.window_left for each in visible),
         chunked=tuple(each.is_chunked for each in visible),
-        eos_token_ids=tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,),
+        eos_token_ids=(),  # the folder's files state them
         dtype=dtype if dtype in DTYPES.values() else torch.float32,
         num_parameters=sum(parameter.numel() for parameter in module.parameters()),
         adapted_features=sum(map(sum, adapted)),
