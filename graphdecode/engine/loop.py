@@ -20,7 +20,7 @@ from graphdecode.engine.pace import ChunkBudget, DraftPace
 from graphdecode.engine.prompts import PromptChunk
 from graphdecode.engine.request import Event, TokenLogprobs
 from graphdecode.engine.runner import Launch, LaunchPlan, Runner
-from graphdecode.engine.scheduler import Scheduler, Sequence, SequenceError
+from graphdecode.engine.scheduler import FailedSequence, Scheduler, Sequence
 from graphdecode.engine.steps import ENDED_BEFORE, StepLogprobs, StepTokens
 from graphdecode.kernels.sampling.sampling_slots import WITHOUT_NUMBERS
 
@@ -157,7 +157,7 @@ class EngineLoop:
         while True:
             try:
                 return self.scheduler.next_chunks(budget)
-            except SequenceError as error:
+            except FailedSequence as error:
                 self._fail(error.sequence, error.reason)
 
     def _prefill(self) -> None:

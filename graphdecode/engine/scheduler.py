@@ -123,7 +123,7 @@ class Sequence:
         return RowInputs(self.token_ids, self.prompt_length, memory, self.sampling, may_draft, guide)
 
 
-class SequenceError(Exception):
+class FailedSequence(Exception):
     """What scheduling one sequence raised."""
 
     def __init__(self, sequence: Sequence, reason: Exception) -> None:
@@ -159,7 +159,7 @@ class Scheduler:
         """Return the chunks to prefill now, at most `budget` tokens; admit sequences while rows and pages last.
 
         Raises:
-            SequenceError: the adapter of one cannot be written; without that sequence, the same call goes on.
+            FailedSequence: the adapter of one cannot be written; without that sequence, the same call goes on.
         """
         chunks: list[tuple[Sequence, PromptChunk]] = []
         for sequence in self.prefilling:
@@ -186,7 +186,7 @@ class Scheduler:
         except RankError:
             raise
         except Exception as error:
-            raise SequenceError(sequence, error) from error
+            raise FailedSequence(sequence, error) from error
 
     def _take_chunk(self, sequence: Sequence, budget: int, chunks: list[tuple[Sequence, PromptChunk]]) -> int:
         start, tokens, border = sequence.cached_length, sequence.token_ids, self.cache.checkpoint_tokens

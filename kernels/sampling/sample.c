@@ -134,7 +134,7 @@ static void scale_line(struct line *line, float temperature) {
     for (int64_t i = 0; i < line->padded; i += LANES) store_f32(line->logits + i, load_f32(line->logits + i) / temperature);
 }
 
-static inline vec weights_of(const struct line *line, vec logits) { return exp_lanes(logits - line->largest) * WEIGHT_SCALE; }
+static inline vec line_weights(const struct line *line, vec logits) { return exp_lanes(logits - line->largest) * WEIGHT_SCALE; }
 
 static inline int64_t kept_weight(const struct line *line, int64_t i) {
     return line->logits[i] >= line->lowest ? (int64_t)line->weights[i] : 0;
@@ -235,7 +235,7 @@ static int64_t first_to_arrive(const struct line *line, uint64_t seed, uint32_t 
         if (!any_lane(near)) continue;
         write_noise(words, seed, position, begin / NOISE_IDS);
         for (int64_t i = begin; i < begin + NOISE_IDS; i += LANES) {
-            vec logits = load_f32(line->logits + i), weights = weights_of(line, logits);
+            vec logits = load_f32(line->logits + i), weights = line_weights(line, logits);
             vec shares = __builtin_convertvector((ivec)(load_words(words + i - begin) >> 1), vec);
             ivec kept = (ivec)(logits >= line->lowest) & (ivec)(weights >= line->least);
             kept &= (ivec)(shares <= weights * (reach / WEIGHT_SCALE));
@@ -259,7 +259,7 @@ static int64_t draw_token(const sample_args *a, int64_t row, struct line *line, 
     if (by_count) line->lowest = threshold(line, k, 0);
     if (top_p < 1.0f) {
         for (int64_t i = 0; i < line->padded; i += LANES)
-            store_f32(line->weights + i, weights_of(line, load_f32(line->logits + i)));
+            store_f32(line->weights + i, line_weights(line, load_f32(line->logits + i)));
         int64_t needed = fraction_of(kept_sum(line), (int64_t)(top_p * (float)(1 << FRACTION_BITS)));
         line->lowest = threshold(line, needed > 1 ? needed : 1, 1);
     }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 from torch import Tensor
@@ -99,8 +101,23 @@ def test_each_token_has_its_rows_adapter(version, of_pass, dtypes):
     assert torch.equal(out[untouched], before)
 
 
+@pytest.fixture
+def rounded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let products of Triton's interpreter round once: BLAS may sum a row in an order that follows from the others."""
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        return
+    import numpy as np
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    def create_dot(self, a, b, d, *_):
+        product = np.matmul(a.data.astype(np.float64), b.data.astype(np.float64))
+        return TensorHandle((product + d.data).astype(d.data.dtype), d.dtype.scalar)
+
+    monkeypatch.setattr(InterpreterBuilder, "create_dot", create_dot)
+
+
 @pytest.mark.parametrize("others", [2, 70])  # of which a decode step has a few and a prompt many
-def test_a_row_has_its_bits_in_any_company(version, others, request: pytest.FixtureRequest):
+def test_a_row_has_its_bits_in_any_company(version, rounded_once, others, request: pytest.FixtureRequest):
     run, where = version
     if request.node.callspec.params["version"] == "torch" and others > 2:
         pytest.skip("torch's products of several rows have their own bits")

@@ -185,7 +185,7 @@ def test_where_no_child_can_be_had_its_asker_is_told_and_others_are_served(monke
 
 def test_one_caller_alone_cannot_fill_the_queue_for_others(in_loop: InLoop[Any]) -> None:
     async def main() -> None:
-        lane, done = FairSemaphore(), asyncio.Event()
+        lane, done = FairSemaphore(MAX_CHILDREN, MAX_WAITING), asyncio.Event()
 
         async def wait(caller: str) -> str:
             async with lane.held(caller, 10):
