@@ -35,6 +35,11 @@ _FIELDS = {
     "regex": "regex",
     "grammar": "grammar",
 }
+# keywords of a tool's parameters: these alone describe none, and these say the type of the arguments
+_OF_NO_PARAMETERS = frozenset(
+    {"$schema", "$id", "$comment", "title", "description", "type", "properties", "required", "strict"}
+)
+_SAY_THE_TYPE = frozenset({"type", "$ref", "allOf", "anyOf", "oneOf", "const", "enum"})
 _COMPILING_LIMITS = JobLimits(cpu_seconds=4, wall_seconds=60.0, memory_bytes=512 << 20)
 _RESULTS_KEPT, _RESULTS_BYTES = 256, 8 << 20
 _LEAST_SIZE = 1 << 14  # size of a job, for fairness: small grammars may take long, too
@@ -182,11 +187,17 @@ def _calls(
     for index, (name, parameters) in enumerate(named):
         head = f'{{"name": {json.dumps(name)}, "{tool_format.arguments}": '
         rules.append(f'call_{index}: {json.dumps(head)} arguments_{index} "}}"')
-        schema = parameters or {"properties": {}, "additionalProperties": False}
-        if "properties" in schema:  # of arguments, even if `type` is left out
-            schema = {"type": "object", **schema}
-        rules.append(f"arguments_{index}: %json {json.dumps(schema | {'x-guidance': _STRICT})}")
+        schema = _schema_of_arguments(parameters or {}) | {"x-guidance": _STRICT}
+        rules.append(f"arguments_{index}: %json {json.dumps(schema)}")
     return StructuredOutput(StructuredOutputsParams(grammar="\n".join(["%llguidance {}", *rules, ""])), "tools")
+
+
+def _schema_of_arguments(parameters: dict[str, Any]) -> dict[str, Any]:
+    """Return a tool's parameters as the schema of an object, which is empty where they describe none."""
+    if not parameters.get("properties") and parameters.keys() <= _OF_NO_PARAMETERS:
+        is_open = parameters.get("type") == "object" and "properties" not in parameters  # it says that it is any object
+        parameters = parameters if is_open else {**parameters, "additionalProperties": False}
+    return parameters if parameters.keys() & _SAY_THE_TYPE else {"type": "object", **parameters}
 
 
 class _Results(OrderedDict[bytes, str]):

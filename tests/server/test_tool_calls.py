@@ -1,6 +1,7 @@
 """Calls of tools are found in the text of an answer, however it comes in pieces, and nothing else is taken from it."""
 
 import json
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +24,7 @@ from graphdecode.server.completions import Prepared, prepared_chat
 from graphdecode.server.messages import EngineReady
 from graphdecode.server.preprocessing import Preprocessor
 from graphdecode.server.protocol import ChatCompletion
+from graphdecode.server.structured_outputs import structured_output_of_calls
 from graphdecode.server.tool_calls import (
     BARE_JSON,
     FORMATS,
@@ -253,10 +255,27 @@ def test_a_call_that_must_come_has_the_form_of_its_function(served: Served) -> N
 
 
 def test_a_function_without_parameters_is_called_with_none(served: Served) -> None:
-    for parameters in ({}, {"parameters": None}, {"parameters": {}}):
-        tool = {"type": "function", "function": {"name": "now", **parameters}}
+    nothing = {"title": "Nothing", "type": "object", "properties": {}, "required": []}
+    dialect = {"$schema": "http://json-schema.org/draft-07/schema#"}
+    for parameters in (None, {}, {"type": "object", "properties": {}}, nothing, dialect, {"description": "none"}):
+        tool = {"type": "function", "function": {"name": "now", "parameters": parameters}}
+        (call,) = answer_of(served, tools=[tool], tool_choice="required", temperature=2)["message"]["tool_calls"]
+        assert call["function"] == {"name": "now", "arguments": "{}"}, parameters
+    for function in ({"name": "now"}, {"name": "now", "strict": True}):
+        tool = {"type": "function", "function": function}
         (call,) = answer_of(served, tools=[tool], tool_choice="required", temperature=2)["message"]["tool_calls"]
         assert call["function"] == {"name": "now", "arguments": "{}"}
+
+
+def test_parameters_that_are_open_stay_open(served: Served) -> None:
+    for given in ({"type": "object"}, {"type": "object", "properties": {}, "additionalProperties": {"const": 1}}):
+        tool = {"type": "function", "function": {"name": "f", "parameters": given}}
+        calls = structured_output_of_calls(
+            ChatCompletion(messages=[], tools=[tool], tool_choice="required"), HERMES, None
+        )
+        assert calls is not None
+        (schema,) = re.findall("%json (.*)", calls.params.grammar or "")
+        assert {name: value for name, value in json.loads(schema).items() if name != "x-guidance"} == given
 
 
 def test_parameters_without_a_type_are_those_of_an_object(served: Served) -> None:
