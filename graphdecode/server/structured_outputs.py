@@ -84,21 +84,27 @@ def _named(body: Generation, field: str) -> StructuredOutput | None:
 
 def _response_format(given: dict[str, Any] | None) -> StructuredOutput | None:
     field = "response_format"
-    if given is None or given.get("type") == "text":
+    if given is None:
         return None
-    if given.get("type") == "json_object":
+    kind = given.get("type")
+    if kind not in ("text", "json_object", "json_schema"):
+        raise HttpError(400, f"{field}: type must be text, json_object or json_schema", param=field)
+    wrapped = given.get("json_schema")
+    schema = wrapped.get("schema") if isinstance(wrapped, dict) else None
+    if kind == "json_schema" and not isinstance(schema, dict):
+        raise HttpError(400, f"{field}: json_schema must have a schema", param=field)
+    own = {"json_object": "schema", "json_schema": "json_schema"}.get(kind)
+    for name, value in given.items():
+        if name not in ("type", own) and value:
+            raise HttpError(400, f"{field}: {shown(name)} has no effect with the type {kind}", param=field)
+    if kind == "text":
+        return None
+    if kind == "json_object":
         schema = given.get("schema")  # llama.cpp's
         if not schema and schema in (None, {}):
             return StructuredOutput(StructuredOutputsParams(json_object=True), field)
         if not isinstance(schema, dict):
             raise HttpError(400, f"{field}: schema must be a JSON Schema, got {shown(schema)}", param=field)
-        return _checked({"json": schema}, field)
-    if given.get("type") != "json_schema":
-        raise HttpError(400, f"{field}: type must be text, json_object or json_schema", param=field)
-    wrapped = given.get("json_schema")
-    schema = wrapped.get("schema") if isinstance(wrapped, dict) else None
-    if not isinstance(schema, dict):
-        raise HttpError(400, f"{field}: json_schema must have a schema", param=field)
     return _checked({"json": schema}, field)
 
 

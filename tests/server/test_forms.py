@@ -340,7 +340,18 @@ def test_every_family_writes_calls_as_it_has_learnt_to_and_they_are_read_back(fo
 
 BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"response_format": {"type": "yaml"}}, "response_format", "type must be text, json_object or json_schema"),
+    ({"response_format": {"type": ["text"]}}, "response_format", "type must be text, json_object or json_schema"),
     ({"response_format": {"type": "json_schema"}}, "response_format", "json_schema must have a schema"),
+    (
+        {"response_format": {"type": "json_object", "json_schema": {"name": "x", "schema": {"type": "array"}}}},
+        "response_format",
+        "'json_schema' has no effect with the type json_object",
+    ),
+    (
+        {"response_format": {"type": "text", "schema": {"type": "array"}}},
+        "response_format",
+        "'schema' has no effect with the type text",
+    ),
     (
         {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"not": {}}}}},
         "response_format",
