@@ -1,5 +1,7 @@
 """Defaults and older names of GGUF's fields mean what they mean in llama.cpp."""
 
+from collections.abc import Collection
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,8 +10,9 @@ import numpy as np
 import pytest
 import torch
 from family_checkpoints import edit_config, save_checkpoint
-from gguf_checkpoints import finish, random_model, write, write_recurrent
+from gguf_checkpoints import RECURRENT, finish, random_model, write, write_recurrent
 
+from graphdecode import LLM, SamplingParams
 from graphdecode.models import check_model, load_model
 from graphdecode.models.config import UnsupportedModelError
 from graphdecode.models.gguf.source import Gguf
@@ -43,6 +46,10 @@ def test_a_factor_without_a_type_is_linear(tmp_path, fields, kind, factor):
         assert rope.original_max_positions == 256  # the context length
 
 
+def file_of(name: str, folder: Path) -> Path:
+    return (write_recurrent if name in RECURRENT else write)(random_model(name), name, folder / "model.gguf")
+
+
 def test_a_factor_of_cosines_scales_any_rope(tmp_path):
     linear = rope_of(tmp_path, scaling__factor=4.0)
     scaled = rope_of(tmp_path, scaling__factor=4.0, scaling__attn_factor=1.25)
@@ -62,36 +69,43 @@ def test_an_unknown_or_bidirectional_field_is_refused(tmp_path):
         rope_of(tmp_path, scaling__type="dynamic")
 
 
-def with_prediction_layer(path: Path, architecture: str) -> Path:
-    """Add a layer behind the last, and say that it predicts further tokens."""
-    reader = gguf.GGUFReader(path)
-    writer = gguf.GGUFWriter(path.with_name("more.gguf"), architecture)
+def edited(path: Path, name: str, *, drop: Collection[str] = (), more_layers: int = 0, **fields: Any) -> Path:
+    """Copy a file with other fields of its architecture (None: without it; `__` is a dot), and without some tensors.
+
+    Layers behind the last are said to predict further tokens.
+    """
+    reader, copied = gguf.GGUFReader(path), path.with_name(f"{name}.gguf")
+    architecture = reader.fields["general.architecture"].contents()
     layers = reader.fields[f"{architecture}.block_count"].contents()
+    changes = {f"{architecture}.{key.replace('__', '.')}": value for key, value in fields.items()}
+    if more_layers:
+        changes |= {f"{architecture}.block_count": layers + more_layers}
+        changes |= {f"{architecture}.nextn_predict_layers": more_layers}
+    writer = gguf.GGUFWriter(copied, architecture)
     for field in reader.fields.values():
-        if field.name.startswith("GGUF.") or field.name in ("general.architecture", f"{architecture}.block_count"):
+        if field.name.startswith("GGUF.") or field.name == "general.architecture" or field.name in changes:
             continue
         kind, content = field.types[0], field.contents()
         is_array = kind == gguf.GGUFValueType.ARRAY
-        content = [*content, 0] if is_array and len(content) == layers else content
+        content = [*content, *[0] * more_layers] if is_array and len(content) == layers else content
         writer.add_key_value(field.name, content, kind, field.types[-1] if is_array else None)
-    writer.add_block_count(layers + 1)
-    writer.add_nextn_predict_layers(1)
+    adds = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
+    for key, value in changes.items():
+        if value is not None:
+            adds[type(value)](key, value)
     for tensor in reader.tensors:
-        writer.add_tensor(tensor.name, np.array(tensor.data))
-    for name in ("attn_norm", "nextn.eh_proj", "nextn.enorm"):
+        if tensor.name not in drop:
+            writer.add_tensor(tensor.name, np.array(tensor.data))
+    for name in ("attn_norm", "nextn.eh_proj", "nextn.enorm") if more_layers else ():
         writer.add_tensor(f"blk.{layers}.{name}.weight", np.ones((4, 4), np.float32))
     finish(writer)
-    return path.with_name("more.gguf")
+    return copied
 
 
-@pytest.mark.parametrize(
-    ("name", "architecture"),
-    [("qwen35", "qwen35"), ("qwen3next", "qwen3next"), ("nemotron-h", "nemotron_h"), ("deepseek2", "deepseek2")],
-)
-def test_layers_that_predict_further_tokens_are_skipped_and_said(tmp_path, name, architecture, caplog):
-    writes = write if name.startswith("deepseek") else write_recurrent
-    path = writes(random_model(name), name, tmp_path / "model.gguf")
-    more = with_prediction_layer(path, architecture)
+@pytest.mark.parametrize("name", ["qwen35", "qwen3next", "nemotron-h", "deepseek2"])
+def test_layers_that_predict_further_tokens_are_skipped_and_said(tmp_path, name, caplog):
+    path = file_of(name, tmp_path)
+    more = edited(path, "more", more_layers=1)
     assert check_model(more) == check_model(path)
     pairs = zip(*(load_model(each, device="cpu").constants for each in (path, more)), strict=True)
     assert all(torch.equal(one, other) for one, other in pairs)
@@ -105,3 +119,102 @@ def test_limits_of_time_steps_that_are_no_pair_are_named(tmp_path, value):
     edit_config(tmp_path, lambda settings: settings.update(time_step_limit=value))
     with pytest.raises(UnsupportedModelError, match="time_step_limit must be two numbers"):
         check_model(tmp_path)
+
+
+def tokens_of(path: Path, prompt: list[int]) -> list[int]:
+    with LLM(path, skip_tokenizer_init=True, max_batch_size=1, max_sequence_length=64, device="cpu") as llm:
+        params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+        (output,) = llm.generate({"prompt_token_ids": prompt}, params, use_tqdm=False)
+    return list(output.outputs[0].token_ids)
+
+
+def test_a_hybrid_granite_rotates_unless_its_file_denies_it(tmp_path):
+    plain = random_model("granitehybrid")
+    plain.config.position_embedding_type = "rope"
+    model = type(plain)(plain.config).eval()
+    model.load_state_dict(plain.state_dict())
+    path = write_recurrent(model, "granitehybrid", tmp_path / "model.gguf")
+    rotated = edited(path, "rotated", rope__scaling__finetuned=None)
+    prompt = list(range(5, 45))
+    out = model.generate(torch.tensor([prompt]), max_new_tokens=6, do_sample=False, eos_token_id=None, pad_token_id=0)
+    assert tokens_of(rotated, prompt) == out[0, len(prompt) :].tolist()
+    without, config = map(check_model, (path, rotated))
+    assert set(without.layer_ropes) == {None}
+    assert (config.embedding_scale, config.residual_scale) == (without.embedding_scale, without.residual_scale)
+    with pytest.raises(UnsupportedModelError, match=r"granite\.rope\.scaling\.finetuned False"):
+        check_model(edited(file_of("granite", tmp_path), "granite", rope__scaling__finetuned=False))
+
+
+def test_all_channels_are_rotated_where_a_file_names_no_other_number(tmp_path):
+    path = file_of("bamba", tmp_path)
+    whole = check_model(edited(path, "whole", rope__dimension_count=None))
+    assert (whole.architecture, whole.rope.rotary_factor) == ("BambaForCausalLM", 1.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "expected"),
+    [
+        (
+            "granite",
+            {"embedding_scale": 0.0, "residual_scale": 0.0},
+            {"embedding_scale": 1.0, "residual_scale": 1.0},
+        ),
+        (
+            "granitehybrid",
+            {"embedding_scale": 0.0, "residual_scale": 0.0, "logit_scale": 0.0},
+            {"embedding_scale": 1.0, "residual_scale": 1.0, "logits_scale": 1.0},
+        ),
+    ],
+)
+def test_a_factor_of_0_is_none(tmp_path, name, fields, expected):
+    path = file_of(name, tmp_path)
+    assert check_model(edited(path, "zero", **fields)) == replace(check_model(path), **expected)
+
+
+def test_a_factor_of_0_is_none_for_experts(tmp_path):
+    path = file_of("deepseek2", tmp_path)
+    zero, one = (check_model(edited(path, f"{scale}", expert_weights_scale=scale)) for scale in (0.0, 1.0))
+    assert zero == one != check_model(path)
+
+
+def test_logits_are_not_divided_by_0(tmp_path):
+    with pytest.raises(UnsupportedModelError, match="granite.logit_scale must not be 0"):
+        check_model(edited(file_of("granite", tmp_path), "zero", logit_scale=0.0))
+
+
+@pytest.mark.parametrize("name", ["qwen2moe", "qwen3moe", "qwen3next"])
+def test_widths_of_experts_follow_from_the_layers(tmp_path, name):
+    path = file_of(name, tmp_path)
+    config = check_model(path)
+    width, chosen = config.experts.intermediate_size, config.experts.top_k
+    fields = {"feed_forward_length": width * chosen, "expert_feed_forward_length": None}
+    stated = edited(path, "stated", feed_forward_length=width * chosen)
+    assert check_model(edited(path, "without", **fields)) == check_model(stated)
+    if name != "qwen3moe":
+        shared = {"feed_forward_length": config.experts.shared_intermediate_size}
+        without = edited(path, "without", expert_shared_feed_forward_length=0, **shared)
+        assert check_model(without) == check_model(edited(path, "stated", **shared))
+
+
+def test_windows_of_lfm2_are_refused(tmp_path):
+    path = file_of("lfm2", tmp_path)
+    assert check_model(edited(path, "none", attention__sliding_window=0)) == check_model(path)
+    with pytest.raises(UnsupportedModelError, match=r"lfm2\.attention\.sliding_window 16 is not supported"):
+        check_model(edited(path, "windowed", attention__sliding_window=16))
+
+
+def test_the_other_name_of_nemotrons_epsilon_is_read(tmp_path):
+    path = file_of("nemotron-h", tmp_path)
+    named = {"attention__layer_norm_rms_epsilon": None, "attention__layer_norm_epsilon": 0.25}
+    assert check_model(edited(path, "named", **named)).rms_norm_eps == 0.25
+    assert check_model(edited(path, "both", attention__layer_norm_epsilon=0.25)) == check_model(path)
+
+
+def test_nemotrons_embedding_is_its_output_layer_where_there_is_no_other(tmp_path):
+    path = file_of("nemotron-h", tmp_path)
+    source = Gguf(edited(path, "without", drop={"output.weight"}))
+    read = [torch.empty(source.tensors[name].shape) for name in ("backbone.embeddings.weight", "lm_head.weight")]
+    for name, out in zip(("backbone.embeddings.weight", "lm_head.weight"), read, strict=True):
+        source.read(name, out)
+    assert torch.equal(*read)
+    assert tokens_of(source.path, [1, 2, 3]) != tokens_of(path, [1, 2, 3])

@@ -20,13 +20,16 @@ from graphdecode.models.gguf.settings import (
     Settings,
     bamba_settings,
     deepseek_settings,
+    expert_widths,
     gemma4_settings,
     gemma_settings,
     granite_hybrid_settings,
     granite_settings,
+    is_bamba,
     lfm2_settings,
     llama4_settings,
     nemotron_h_settings,
+    norm_eps,
     phi3_settings,
     qwen35_settings,
     windows,
@@ -71,6 +74,9 @@ class Architecture:
     joins: Callable[[Metadata], Mapping[str, Join]] = field(default=lambda metadata: {})
     layers_differ: bool = False  # layers differ in size
     has_latent_keys: bool = False  # latent attention (DeepSeek)
+    has_own_head: bool = (
+        False  # never tied in transformers: the embedding is the output layer, too, in files without one
+    )
     # fields of config.json beyond those that all of them have: constants, counts and numbers of the metadata (with
     # a default; None: required), and what `more` computes
     constants: Mapping[str, Any] = field(default_factory=dict)
@@ -109,7 +115,7 @@ class Architecture:
             "num_attention_heads": heads,
             "num_key_value_heads": counted("attention.head_count_kv", heads) or heads,
             "head_dim": head_dim,
-            "rms_norm_eps": metadata.number("attention.layer_norm_rms_epsilon"),
+            "rms_norm_eps": norm_eps(metadata),
             "max_position_embeddings": metadata.count("context_length"),
             "tie_word_embeddings": "output.weight" not in stored,
             "attention_bias": "blk.0.attn_q.bias" in stored,
@@ -152,6 +158,8 @@ class Architecture:
                         parts = tuple(TensorView(stored[each], stored[each].shape) for each in names)
                         yield f"{layers}.{layer}.{theirs}.weight", JoinedView(parts, join.join, join.keeps_rows)
             elif place in self.outer:
+                if name == "token_embd.weight" and self.has_own_head and "output.weight" not in stored:
+                    yield f"{self.outer['output']}.{kind}", TensorView(tensor, tensor.shape)
                 yield f"{self.outer[place]}.{kind}", TensorView(tensor, tensor.shape, shift=self._shift(place))
             elif name not in ROPE_TENSORS:
                 yield name, TensorView(tensor, tensor.shape)
@@ -399,12 +407,7 @@ _DEEPSEEK = {
     "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
     "ffn_up_shexp": "mlp.shared_experts.up_proj",
 }
-_EXPERT_COUNTS = {
-    "num_experts": "expert_count",
-    "num_experts_per_tok": "expert_used_count",
-    "moe_intermediate_size": "expert_feed_forward_length",
-}
-_SHARED_COUNTS = _EXPERT_COUNTS | {"shared_expert_intermediate_size": "expert_shared_feed_forward_length"}
+_EXPERT_COUNTS = {"num_experts": "expert_count", "num_experts_per_tok": "expert_used_count"}
 _LOCAL_COUNTS = {"num_local_experts": "expert_count", "num_experts_per_tok": "expert_used_count"}
 _DEEPSEEK_COUNTS = {
     "kv_lora_rank": "attention.kv_lora_rank",
@@ -434,11 +437,6 @@ _MAMBA2_COUNTS = {
 }
 _STATE_COUNTS = {"conv_kernel": "ssm.conv_kernel", "n_groups": "ssm.group_count"}
 _EPS = ("attention.layer_norm_rms_epsilon", None)
-_GRANITE_NUMBERS = {
-    "embedding_multiplier": ("embedding_scale", 1.0),
-    "residual_multiplier": ("residual_scale", 1.0),
-    "logits_scaling": ("logit_scale", 1.0),
-}
 _FUSED = {"attn_qkv": "self_attn.qkv_proj", "attn_output": "self_attn.o_proj"}
 _FUSED_MLP = {"ffn_up": "mlp.gate_up_proj", "ffn_down": "mlp.down_proj"}
 
@@ -448,13 +446,19 @@ ARCHITECTURES: dict[str, Architecture] = {
         "Mixtral", _ATTENTION | _NORMS_BEFORE | _MIXTRAL_EXPERTS, interleaved_rope=True, counts=_LOCAL_COUNTS
     ),
     "qwen2": Architecture("Qwen2", _DENSE),
-    "qwen2moe": Architecture("Qwen2Moe", _ATTENTION | _NORMS_BEFORE | _EXPERTS | _SHARED_EXPERT, counts=_SHARED_COUNTS),
+    "qwen2moe": Architecture(
+        "Qwen2Moe",
+        _ATTENTION | _NORMS_BEFORE | _EXPERTS | _SHARED_EXPERT,
+        counts=_EXPERT_COUNTS,
+        more=expert_widths,
+    ),
     "qwen3": Architecture("Qwen3", _DENSE | _QK_NORMS),
     "qwen3moe": Architecture(
         "Qwen3Moe",
         _ATTENTION | _QK_NORMS | _NORMS_BEFORE | _EXPERTS,
         constants={"norm_topk_prob": True},
         counts=_EXPERT_COUNTS,
+        more=expert_widths,
     ),
     "gemma2": Architecture(
         "Gemma2",
@@ -480,14 +484,13 @@ ARCHITECTURES: dict[str, Architecture] = {
         counts=_LOCAL_COUNTS,
         window_period=2,
     ),
-    "granite": Architecture("Granite", _DENSE, interleaved_rope=True, numbers=_GRANITE_NUMBERS, more=granite_settings),
+    "granite": Architecture("Granite", _DENSE, interleaved_rope=True, more=granite_settings),
     "granitehybrid": Architecture(
         "GraniteMoeHybrid",
         _DENSE | _ssm("mamba"),
         interleaved_rope=True,
         constants={"num_local_experts": 0},
         counts=_MAMBA2_COUNTS,
-        numbers=_GRANITE_NUMBERS,
         more=granite_hybrid_settings,
     ),
     "bamba": Architecture(
@@ -519,7 +522,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         _NEMOTRON_H | _ssm("mixer"),
         outer=_MAMBA2_OUTER,
         counts=_STATE_COUNTS | {"mamba_num_heads": "ssm.time_step_rank", "ssm_state_size": "ssm.state_size"},
-        numbers={"layer_norm_epsilon": _EPS},
+        has_own_head=True,
         more=nemotron_h_settings,
     ),
     "lfm2": Architecture(
@@ -544,7 +547,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         _ATTENTION | _QK_NORMS | _EXPERTS | _SHARED_EXPERT | _ssm("linear_attn") | _QWEN3_NEXT,
         norm_shift=-1.0,
         joins=_qwen3_next_joins,
-        counts=_SHARED_COUNTS | _DELTA_NET_COUNTS,
+        counts=_EXPERT_COUNTS | _DELTA_NET_COUNTS,
         more=qwen35_settings,
     ),
     "gemma4": Architecture(
@@ -563,7 +566,6 @@ ARCHITECTURES: dict[str, Architecture] = {
         joins=_deepseek_joins,
         has_latent_keys=True,
         counts=_DEEPSEEK_COUNTS,
-        numbers={"routed_scaling_factor": ("expert_weights_scale", 1.0)},
         more=deepseek_settings,
     ),
 }
@@ -590,7 +592,7 @@ def architecture_of(fields: Mapping[str, Any]) -> Architecture:
     name = metadata.architecture
     if name == "llama" and metadata.number("expert_count", 0):
         name = "mixtral"
-    if name == "granitehybrid" and metadata.whole("granitehybrid.rope.scaling.finetuned", bool, False):
+    if name == "granitehybrid" and is_bamba(metadata):
         name = "bamba"
     if name == "deepseek2" and _gating(metadata) == _SIGMOID:
         name = "deepseek3"

@@ -26,7 +26,7 @@ def rope_settings(metadata: Metadata, stored: Mapping[str, GgufTensor], head_dim
     theta = float(metadata.number("rope.freq_base", 10000.0))
     rotated = metadata.count("rope.dimension_count", head_dim)
     rope = {"rope_theta": theta, **_scaling(metadata, stored, theta, rotated)}
-    if rotated != head_dim:
+    if rotated != head_dim or "partial_rotary_factor" not in rope:  # some families rotate a part by default
         rope["partial_rotary_factor"] = rotated / head_dim
     if metadata.architecture in _LOCAL and metadata.number("attention.sliding_window", 0):
         default = _LOCAL[metadata.architecture] or theta

@@ -5,6 +5,7 @@ A row's `counts` and `numbers` name fields of the metadata; what is here is comp
 
 from typing import Any
 
+from graphdecode.models.fields import UnsupportedModelError
 from graphdecode.models.gguf.container import Metadata
 
 Settings = dict[str, Any]
@@ -35,11 +36,58 @@ def phi3_settings(metadata: Metadata) -> Settings:
     }
 
 
+def scale(metadata: Metadata, name: str) -> float:
+    """Return a factor of which 0 means none, as in llama.cpp."""
+    return float(metadata.number(name, 0.0)) or 1.0
+
+
+def norm_eps(metadata: Metadata) -> float:
+    """Return the epsilon of norms; Nemotron-H's files may have it by another name alone."""
+    name = "attention.layer_norm_rms_epsilon"
+    if metadata.architecture == "nemotron_h" and not metadata.has(name):
+        name = "attention.layer_norm_epsilon"
+    return float(metadata.number(name))
+
+
+def rotates(metadata: Metadata) -> bool:
+    """Return whether Granite's attention has a rotary embedding: the field says that, and no more."""
+    return bool(metadata.whole(f"{metadata.architecture}.rope.scaling.finetuned", bool, True))
+
+
 def granite_settings(metadata: Metadata) -> Settings:
-    """Return the scale of Granite's attention."""
+    """Return Granite's multipliers."""
+    if metadata.architecture == "granite" and not rotates(metadata):
+        raise UnsupportedModelError("granite.rope.scaling.finetuned False is not supported; supported is True")
+    if metadata.architecture == "granite" and metadata.number("logit_scale", 1.0) == 0:  # llama.cpp divides by it
+        raise UnsupportedModelError("granite.logit_scale must not be 0")
     channels = metadata.count("embedding_length") // metadata.count("attention.head_count")
     head_dim = metadata.count("attention.key_length", channels)
-    return {"attention_multiplier": metadata.number("attention.scale", 0.0) or head_dim**-0.5}
+    return {
+        "attention_multiplier": metadata.number("attention.scale", 0.0) or head_dim**-0.5,
+        "embedding_multiplier": scale(metadata, "embedding_scale"),
+        "residual_multiplier": scale(metadata, "residual_scale"),
+        "logits_scaling": scale(metadata, "logit_scale"),
+    }
+
+
+def is_bamba(metadata: Metadata) -> bool:
+    """Whether a hybrid Granite has a rotary embedding and no multipliers."""
+    scales = [scale(metadata, f"{name}_scale") for name in ("embedding", "residual", "logit")]
+    return rotates(metadata) and set(scales) == {1.0} and metadata.number("attention.scale", 0.0) == 0
+
+
+def expert_widths(metadata: Metadata) -> Settings:
+    """Return the widths of Qwen's experts, which a file need not state."""
+    width = metadata.most("feed_forward_length", 0)
+    defaults = {"moe_intermediate_size": ("expert", width // metadata.count("expert_used_count"))}
+    if metadata.architecture != "qwen3moe":
+        defaults["shared_expert_intermediate_size"] = ("expert_shared", width)
+    found = {}
+    for name, (kind, default) in defaults.items():
+        field = f"{kind}_feed_forward_length"
+        is_stated = metadata.has(field) and metadata.number(field) != 0
+        found[name] = metadata.count(field) if is_stated else default
+    return found
 
 
 def _kinds(metadata: Metadata, recurrent: str) -> list[str]:
@@ -50,8 +98,11 @@ def _kinds(metadata: Metadata, recurrent: str) -> list[str]:
 
 def granite_hybrid_settings(metadata: Metadata) -> Settings:
     """Return the fields of Granite 4."""
-    shared = metadata.most("feed_forward_length")
-    return granite_settings(metadata) | {"layer_types": _kinds(metadata, "mamba"), "shared_intermediate_size": shared}
+    return granite_settings(metadata) | {
+        "layer_types": _kinds(metadata, "mamba"),
+        "position_embedding_type": "rope" if rotates(metadata) else "nope",
+        "shared_intermediate_size": metadata.most("feed_forward_length"),
+    }
 
 
 def bamba_settings(metadata: Metadata) -> Settings:
@@ -61,27 +112,34 @@ def bamba_settings(metadata: Metadata) -> Settings:
 
 
 def nemotron_h_settings(metadata: Metadata) -> Settings:
-    """Return the kinds of Nemotron-H's layers, and the channels of a head of Mamba2."""
+    """Return the kinds of Nemotron-H's layers, the channels of a head of Mamba2, and the norms' epsilon."""
     kinds = _kinds(metadata, "mamba")
     widths = metadata.layers("feed_forward_length") or [0] * len(kinds)
     kinds = ["mlp" if width else kind for kind, width in zip(kinds, widths, strict=False)]
     head_dim = metadata.count("ssm.inner_size") // metadata.count("ssm.time_step_rank")
-    return {"layers_block_type": kinds, "mamba_head_dim": head_dim}
+    return {"layers_block_type": kinds, "mamba_head_dim": head_dim, "layer_norm_epsilon": norm_eps(metadata)}
 
 
 def lfm2_settings(metadata: Metadata) -> Settings:
     """Return the kinds of LFM2's layers."""
+    if window := metadata.number("attention.sliding_window", 0):
+        raise UnsupportedModelError(f"lfm2.attention.sliding_window {window} is not supported; supported is 0")
     return {"layer_types": _kinds(metadata, "conv")}
 
 
 def qwen35_settings(metadata: Metadata) -> Settings:
-    """Return the fields of delta nets."""
+    """Return the fields of delta nets, and those of Qwen3-Next's experts."""
     recurrent = metadata.layers("attention.recurrent_layers")
     kinds = ["linear_attention" if each else "full_attention" for each in recurrent]
-    return ({"layer_types": kinds} if kinds else {}) | {
-        "full_attention_interval": metadata.count("full_attention_interval", 4),
-        "linear_value_head_dim": metadata.count("ssm.inner_size") // metadata.count("ssm.time_step_rank"),
-    }
+    of_experts = expert_widths(metadata) if metadata.architecture == "qwen3next" else {}
+    return (
+        ({"layer_types": kinds} if kinds else {})
+        | of_experts
+        | {
+            "full_attention_interval": metadata.count("full_attention_interval", 4),
+            "linear_value_head_dim": metadata.count("ssm.inner_size") // metadata.count("ssm.time_step_rank"),
+        }
+    )
 
 
 def gemma4_settings(metadata: Metadata) -> Settings:
@@ -133,6 +191,7 @@ def deepseek_settings(metadata: Metadata) -> Settings:
     )
     groups = metadata.most("expert_group_count", 1)
     return {
+        "routed_scaling_factor": scale(metadata, "expert_weights_scale"),
         "first_k_dense_replace": metadata.most("leading_dense_block_count", 0),
         "n_group": groups,
         "n_shared_experts": metadata.most("expert_shared_count", 0),
