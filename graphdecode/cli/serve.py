@@ -52,6 +52,7 @@ _SERVER_OPTIONS = (
     "log_requests",
     "lora_modules",
     "lora_folder",
+    "root_path",
 )
 _IN_FLIGHT_PER_ROW = 2  # requests in flight for each row
 _UNBOUNDED = 2**31 - 1

@@ -15,8 +15,9 @@ KEY = {"Authorization": "Bearer secret"}
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     file = tmp_path_factory.mktemp("server") / "server.toml"
-    file.write_text('[server]\ndev_endpoints = true\nroot_path = "/llm"\napi_keys = ["secret"]\n')
-    with serving("--config", str(file), "--max-batch-size", "4", "--max-sequence-length", "512") as server:
+    file.write_text('[server]\ndev_endpoints = true\napi_keys = ["secret"]\n')
+    options = ("--root-path", "/llm", "--max-batch-size", "4", "--max-sequence-length", "512")
+    with serving("--config", str(file), *options) as server:
         yield server
 
 
