@@ -35,6 +35,7 @@ WHOLES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = 
         _PATCHES | {"model_type": "pixtral"},
         {"image_token_index": 5},
     ),
+    "Qwen2VL": ("qwen2", _SECTIONS, {"depth": 1, "embed_dim": 16, "num_heads": 2, "hidden_size": 64}, {}),
     "Qwen2_5_VL": ("qwen2", _SECTIONS, _QWEN, {}),
     "Qwen3VL": ("qwen3", {}, _QWEN | {"num_position_embeddings": 16, "deepstack_visual_indexes": [0]}, {}),
     "Qwen3_5": ("qwen3.5", {}, _QWEN | {"num_position_embeddings": 16}, {}),

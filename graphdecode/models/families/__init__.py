@@ -37,6 +37,7 @@ WHOLES: dict[str, str | None] = {  # models that see -> class of their text mode
     "Llama4ForConditionalGeneration": "llama4.Llama4",
     "LlavaForConditionalGeneration": None,
     "Mistral3ForConditionalGeneration": None,
+    "Qwen2VLForConditionalGeneration": "qwen.Qwen2",
     "Qwen2_5_VLForConditionalGeneration": "qwen.Qwen2",
     "Qwen3VLForConditionalGeneration": "qwen.Qwen3",
     "Qwen3_5ForConditionalGeneration": "qwen3_5.Qwen35",
