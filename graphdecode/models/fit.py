@@ -12,6 +12,7 @@ from graphdecode.linear.weight_form import Shard, TensorSource
 from graphdecode.models.cache_scales import cache_scale_names
 from graphdecode.models.config import ModelConfig
 from graphdecode.models.family import HEAD, family_of
+from graphdecode.models.updates import differs
 from graphdecode.models.weight_map import WeightMap, check, parts
 
 _VALUES_AT_ONCE = 1 << 24  # of two tensors that are compared
@@ -37,10 +38,7 @@ def fitted_config(source: TensorSource, config: ModelConfig, *, ties: bool | Non
     if (ties and follows) or _are_equal(source, embedding.name, HEAD):
         return replace(config, tie_word_embeddings=True)
     if ties:
-        raise ArgumentError(
-            f"weights: {HEAD} differs from {embedding.name}, and the model has one tensor for both: give neither or "
-            "both with the same values, or load a model whose output layer is its own"
-        )
+        raise ArgumentError(differs(HEAD, embedding.name))
     return replace(config, tie_word_embeddings=False)
 
 

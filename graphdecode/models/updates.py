@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -62,6 +63,14 @@ def copy_finite(name: str, out: Tensor, tensor: Tensor) -> None:
         raise CheckpointError(f"{name} has numbers that are not finite in {str(out.dtype).removeprefix('torch.')}")
 
 
+def differs(name: str, other: str) -> str:
+    """Return what is wrong with a value for a name that stands for another one's tensor, too."""
+    return (
+        f"weights: {name} differs from {other}, and the model has one tensor for both: give neither or both with the "
+        "same values, or load a model whose output layer is its own"
+    )
+
+
 def as_named_tensors(given: NamedTensors) -> dict[str, Tensor]:
     """Return detached tensors by name; raise ArgumentError if they are something else, none, or a name repeats."""
     named: dict[str, Tensor] = {}
@@ -101,8 +110,9 @@ def check_stored(held: TensorSource, other: TensorSource) -> None:
 
 def check_layout(held: Model, other: Model) -> None:
     """Raise ArgumentError if two models' tensors differ in layout; the message names one."""
-    for (place, own), (_, its) in zip(_parts(held), _parts(other), strict=True):
-        if _layout(own) != _layout(its):
+    for mine, theirs in zip_longest(_parts(held), _parts(other)):  # what is tied in one alone makes fewer
+        (place, own), (_, its) = mine or theirs, theirs or mine
+        if mine is None or theirs is None or _layout(own) != _layout(its):
             raise ArgumentError(
                 f"weights: {place} is stored or quantized otherwise than the model's, which is captured"
             )

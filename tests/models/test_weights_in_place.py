@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import gguf
@@ -27,6 +28,7 @@ from graphdecode.engine.loading import load_engine, make_runner, start_ranks_of
 from graphdecode.errors import ArgumentError, EngineStateError, NotSupportedError
 from graphdecode.memory import give_back
 from graphdecode.models import load_model
+from graphdecode.models.updates import check_layout
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 PROMPTS = [[1, 2, 3], list(range(5, 40)), [7] * 20]
@@ -164,6 +166,30 @@ def test_tensors_that_are_not_named_are_those_of_the_last_files(pair, tmp_path):
         assert tokens_of(llm) == wanted
         llm.update_weights(given | {"lm_head.weight": tensors["lm_head.weight"]})
         assert tokens_of(llm) == wanted
+
+
+def test_a_tied_head_of_an_adopted_module_is_the_embedding(tmp_path):
+    first = save_random(ADOPTED["cohere"](TINY), tmp_path)
+    table = load_file(first / FILE)["model.embed_tokens.weight"]
+    other = table.flip(0).contiguous()
+    with make(first) as llm:
+        own = tokens_of(llm)
+        with pytest.raises(ArgumentError, match=r"lm_head\.weight differs from model\.embed_tokens\.weight"):
+            llm.update_weights({"lm_head.weight": other})
+        llm.update_weights({"lm_head.weight": table})
+        assert tokens_of(llm) == own
+        llm.update_weights({"lm_head.weight": other, "model.embed_tokens.weight": other})
+        assert tokens_of(llm) != own
+
+
+def test_a_model_with_fewer_tensors_is_no_update():
+    def of(count: int) -> Any:
+        return SimpleNamespace(products=lambda: iter(()), constants=[torch.ones(1)] * count, cache_scales=[])
+
+    check_layout(of(2), of(2))
+    for held, other in ((1, 2), (2, 1)):
+        with pytest.raises(ArgumentError, match="tensor 1 is stored or quantized otherwise"):
+            check_layout(of(held), of(other))
 
 
 def test_an_update_drops_prefixes_and_adapters_are_written_again(pair, tmp_path):

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from graphdecode.attention import AttentionOptions
 from graphdecode.cache import Recurrent
-from graphdecode.errors import shown
+from graphdecode.errors import ArgumentError, shown
 from graphdecode.extensions import BRING_YOUR_OWN
 from graphdecode.linear.adapted import Adapted, AdapterSpan
 from graphdecode.linear.forms import linear_of
@@ -38,7 +38,7 @@ from graphdecode.models.transformers_backend.module_decoder import (
     set_attention,
 )
 from graphdecode.models.transformers_backend.states import Shape, StateProbe, inputs_of, place_in
-from graphdecode.models.updates import copy_finite
+from graphdecode.models.updates import copy_finite, differs
 from graphdecode.models.weight_map import CheckpointError, Part
 
 # types of layers without other states than keys and values
@@ -288,14 +288,24 @@ def _stateful(text: Any) -> str:
 
 
 def _replace_tensors(module: nn.Module, replaced: Mapping[str, Tensor]) -> None:
-    """Copy tensors into a module; a CheckpointError names one that it has not, or that has another shape."""
+    """Copy tensors into a module; a CheckpointError names one that it has not, or that has another shape.
+
+    Raises:
+        ArgumentError: two names are one tensor, such as a tied output layer's, and the values given for them differ.
+    """
     held = module.state_dict()
-    for name, tensor in replaced.items():
+    of_memory: dict[tuple[int, torch.Size], str] = {}
+    first = {name: of_memory.setdefault((tensor.data_ptr(), tensor.shape), name) for name, tensor in held.items()}
+    for name in sorted(replaced, key=lambda name: first.get(name) != name):  # the tensors before their other names
+        tensor = replaced[name]
         if name not in held:
             raise CheckpointError(f"{type(module).__name__} has no tensor {name}")
         if tensor.shape != held[name].shape:
             raise CheckpointError(f"{name} is {[*tensor.shape]} and should be {[*held[name].shape]}")
-        copy_finite(name, held[name], tensor)
+        if first[name] == name or not tensor.numel():
+            copy_finite(name, held[name], tensor)
+        elif not torch.equal(tensor.to(held[name]), held[name]):
+            raise ArgumentError(differs(name, first[name]))
 
 
 class _Attended(NamedTuple):
