@@ -1,8 +1,9 @@
 """Defaults and older names of GGUF's fields mean what they mean in llama.cpp."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import gguf
@@ -15,6 +16,7 @@ from gguf_checkpoints import RECURRENT, finish, random_model, write, write_recur
 from graphdecode import LLM, SamplingParams
 from graphdecode.models import check_model, load_model
 from graphdecode.models.config import UnsupportedModelError
+from graphdecode.models.gguf.architectures import architecture_of
 from graphdecode.models.gguf.source import Gguf
 from graphdecode.models.rope import cos_sin_table
 
@@ -69,8 +71,16 @@ def test_an_unknown_or_bidirectional_field_is_refused(tmp_path):
         rope_of(tmp_path, scaling__type="dynamic")
 
 
-def edited(path: Path, name: str, *, drop: Collection[str] = (), more_layers: int = 0, **fields: Any) -> Path:
-    """Copy a file with other fields of its architecture (None: without it; `__` is a dot), and without some tensors.
+def edited(
+    path: Path,
+    name: str,
+    *,
+    drop: Collection[str] = (),
+    more: Mapping[str, np.ndarray] = MappingProxyType({}),
+    more_layers: int = 0,
+    **fields: Any,
+) -> Path:
+    """Copy a file with other fields of its architecture (None: without it; `__` is a dot), and other tensors.
 
     Layers behind the last are said to predict further tokens.
     """
@@ -92,10 +102,12 @@ def edited(path: Path, name: str, *, drop: Collection[str] = (), more_layers: in
     adds = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
     for key, value in changes.items():
         if value is not None:
-            adds[type(value)](key, value)
+            adds.get(type(value), writer.add_array)(key, value)
     for tensor in reader.tensors:
         if tensor.name not in drop:
             writer.add_tensor(tensor.name, np.array(tensor.data))
+    for own_name, values in more.items():
+        writer.add_tensor(own_name, values)
     for name in ("attn_norm", "nextn.eh_proj", "nextn.enorm") if more_layers else ():
         writer.add_tensor(f"blk.{layers}.{name}.weight", np.ones((4, 4), np.float32))
     finish(writer)
@@ -218,3 +230,72 @@ def test_nemotrons_embedding_is_its_output_layer_where_there_is_no_other(tmp_pat
         source.read(name, out)
     assert torch.equal(*read)
     assert tokens_of(source.path, [1, 2, 3]) != tokens_of(path, [1, 2, 3])
+
+
+FACTORS = np.linspace(1.0, 3.0, 8, dtype=np.float32)  # of the pairs of a head of 16 channels
+
+
+def test_a_factor_stretches_factors_of_pairs_too(tmp_path):
+    path = file_of("llama", tmp_path)
+    stated = {"rope__scaling__type": "linear", "rope__scaling__factor": 2.0}
+    found = check_model(edited(path, "pairs", more={"rope_freqs.weight": FACTORS}, **stated)).rope
+    assert (found.short_factors, found.long_factors) == (tuple(2 * FACTORS), tuple(2 * FACTORS))
+    both = {"rope_factors_short.weight": FACTORS, "rope_factors_long.weight": 3 * FACTORS}
+    found = check_model(edited(path, "both", more=both, **stated)).rope
+    assert (found.short_factors, found.long_factors) == (tuple(2 * FACTORS), tuple(6 * FACTORS))
+
+
+@pytest.mark.parametrize(
+    ("name", "tensors", "fields", "message"),
+    [
+        ("llama", ["rope_factors_long.weight"], {}, "a longrope needs the tensors"),
+        ("llama", ["rope_factors_short.weight"], {}, "a longrope needs the tensors"),
+        ("llama", [], {"rope__scaling__type": "longrope"}, "a longrope needs the tensors"),
+        ("llama", ["rope_freqs.weight"], {"rope__scaling__type": "yarn"}, "'yarn' does not go with rope_freqs.weight"),
+        ("gemma2", [], {"rope__freq_base_swa": 123.0}, "rope.freq_base_swa must be that of all layers, 10000.0"),
+        ("llama", [], {"attention__temperature_scale": 0.5}, "attention.temperature_scale 0.5 is not supported"),
+        ("deepseek3", [], {"expert_gating_func": 3}, "expert_gating_func must be 1 or 2, got 3"),
+    ],
+)
+def test_what_no_decoder_does_is_refused(tmp_path, name, tensors, fields, message):
+    path = edited(file_of(name, tmp_path), "edited", more=dict.fromkeys(tensors, FACTORS), **fields)
+    with pytest.raises(UnsupportedModelError) as caught:
+        check_model(path)
+    assert message in str(caught.value)
+
+
+def test_windows_of_files_without_a_size(tmp_path):
+    gemma2 = check_model(edited(file_of("gemma2", tmp_path), "default", attention__sliding_window=None))
+    assert set(gemma2.windows) == {4095, -1}  # keys to the left of the query's
+    path = file_of("gemma3", tmp_path)
+    for size in (None, 0):
+        assert set(check_model(edited(path, str(size), attention__sliding_window=size)).windows) <= {-1}
+    path = file_of("llama4", tmp_path)
+    plain = check_model(edited(path, "plain", attention__sliding_window=0))
+    assert set(check_model(path).windows) > {-1}
+    assert set(plain.windows) == {-1}
+    assert None not in plain.layer_ropes
+
+
+def test_a_file_may_say_which_layers_are_recurrent(tmp_path):
+    path = file_of("qwen35", tmp_path)
+    kinds = [False, True, True, False]
+    config = check_model(path)
+    assert [state is not None for state in config.recurrent] == [True, True, True, False]
+    stated = Gguf(edited(path, "stated", attention__recurrent_layers=kinds)).config()
+    assert [state is not None for state in stated.recurrent] == kinds
+
+
+@pytest.mark.parametrize("scale", [None, 0.0])
+def test_granites_attention_is_scaled_by_its_channels_by_default(tmp_path, scale):
+    path = file_of("granite", tmp_path)
+    assert check_model(path).sm_scale == pytest.approx(0.1)
+    assert check_model(edited(path, "default", attention__scale=scale)).sm_scale == 16**-0.5
+
+
+def test_first_files_of_glm_state_no_function_of_the_router(tmp_path):
+    fields = dict(Gguf(file_of("glm-4.7-flash", tmp_path))._metadata)
+    del fields["deepseek2.expert_gating_func"]
+    assert architecture_of(fields).name == "DeepseekV2"
+    fields |= {"deepseek2.block_count": 47, "deepseek2.vocab_size": 154880}
+    assert architecture_of(fields).name == "DeepseekV3"
