@@ -245,3 +245,16 @@ def test_a_file_without_types_of_tokens_has_normal_ones(tmp_path: Path) -> None:
     assert [tokenizer.decode([index]) for index in (0, 1, 2, 3)] == ["a", "b", "ab", "a"]
     assert tokenizer.decode([0, 1]) == "ab"
     assert stop_token_ids(read_header(path).fields) == [4]
+
+
+def test_special_tokens_that_a_sentencepiece_file_does_not_name_are_the_first_three(tmp_path: Path) -> None:
+    def unnamed(writer: gguf.GGUFWriter) -> None:
+        for use in ("bos", "eos", "unknown"):
+            del writer.kv_data[0][f"tokenizer.ggml.{use}_token_id"]
+
+    tokens = WRITTEN["pieces"]["tokens"]
+    path = write(tmp_path / "v.gguf", "pieces", unnamed)
+    tokenizer = load_tokenizer(path)
+    assert tokenizer.special_tokens_map == dict(zip(("unk_token", "bos_token", "eos_token"), tokens, strict=False))
+    assert tokenizer("a").input_ids[0] == 1
+    assert 2 in stop_token_ids(read_header(path).fields)

@@ -29,6 +29,7 @@ _DEEPSEEK3 = (
 ) + _SPACES
 _PREFIX = "tokenizer.ggml."
 _TWIN = "\U0010ffff"  # marks tokens whose text another one has; no character
+_SENTENCEPIECE_IDS = {"unknown": 0, "bos": 1, "eos": 2}
 _NAMED = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 _SPACE = "\u2581"  # SentencePiece's mark for a space
 _KEEPS_SPACES = ("<unk>", "<s>", "<|endoftext|>")  # of Phi-3; its other control tokens strip the spaces behind them
@@ -169,7 +170,8 @@ class _Vocabulary:
         """Return the token of a use, such as "eos", if any."""
         index = self.fields.get(f"{_PREFIX}{name}_token_id")
         if index is None:
-            return None
+            index = _default_ids(self.fields).get(name, len(self.tokens))
+            return self.tokens[index] if index < len(self.tokens) else None
         if not isinstance(index, int) or not 0 <= index < len(self.tokens):
             raise self.fault(f"{name}_token_id is {index!r:.80}; there are {len(self.tokens)} tokens")
         return self.tokens[index]
@@ -187,9 +189,15 @@ class _Vocabulary:
         return ModelSourceError(f"{self._path}: {_PREFIX}{wrong}{self._hint}")
 
 
+def _default_ids(fields: Mapping[str, Any]) -> Mapping[str, int]:
+    """Return the special tokens that llama.cpp takes where a file names none: those of Llama's SentencePiece."""
+    return _SENTENCEPIECE_IDS if fields.get(f"{_PREFIX}model") == "llama" else {}
+
+
 def stop_token_ids(fields: Mapping[str, Any]) -> list[int]:
     """Return the tokens that end the output: those that the file names, and those known by their text."""
-    named = [fields.get(f"{_PREFIX}{name}_token_id") for name in ("eos", "eot", "eom")]
+    default = _default_ids(fields)
+    named = [fields.get(f"{_PREFIX}{name}_token_id", default.get(name)) for name in ("eos", "eot", "eom")]
     tokens, kinds = fields.get(f"{_PREFIX}tokens"), fields.get(f"{_PREFIX}token_type")
     known = {}
     if isinstance(tokens, list) and isinstance(kinds, np.ndarray | None):  # else `_Vocabulary` reports it
