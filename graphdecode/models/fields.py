@@ -80,6 +80,14 @@ def choice(settings: Mapping[str, Any], name: str, choices: Iterable[str]) -> st
     return value
 
 
+def layer_numbers(settings: Mapping[str, Any], name: str) -> list[int] | None:
+    """Return a list of layers; None if the field is missing or null."""
+    value = settings.get(name)
+    if value is not None and not (isinstance(value, list) and all(map(_is_integer, value))):
+        raise UnsupportedModelError(f"{name} must be a list of layers, got {shown(value)}")
+    return value
+
+
 def eos_token_ids(settings: Mapping[str, Any]) -> tuple[int, ...]:
     """Return `eos_token_id`, a token id or a list of them; () if it is absent or null."""
     name = "eos_token_id"

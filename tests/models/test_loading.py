@@ -88,6 +88,10 @@ REFUSED = [
     ("gemma4", {"per_layer_config": [16]}, "per_layer_config must be an object of objects by layer, got [16]"),
     ("gemma4", {"use_bidirectional_attention": "all"}, "use_bidirectional_attention is not supported"),
     ("llama4", {"moe_layers": 3}, "moe_layers must be a list of layers, got 3"),
+    ("llama4", {"layer_types": [[1]]}, "layer_types must name 3 layers"),
+    ("bamba", {"attn_layer_indices": 3}, "attn_layer_indices must be a list of layers, got 3"),
+    ("bamba", {"attn_layer_indices": ["1"]}, "attn_layer_indices must be a list of layers, got ['1']"),
+    ("lfm2", {"layer_types": None, "full_attn_idxs": 3}, "full_attn_idxs must be a list of layers, got 3"),
     ("llama4", {"no_rope_layers": [2]}, "no_rope_layers must be 3 zeros and ones, got [2]"),
 ]
 

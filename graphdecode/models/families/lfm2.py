@@ -8,6 +8,7 @@ from graphdecode.cache import Recurrent
 from graphdecode.models.blocks import Mixer
 from graphdecode.models.config import ModelConfig, count, flag, number
 from graphdecode.models.families.hybrid import Hybrid, conv_weight, recurrent_layers, renamed
+from graphdecode.models.fields import layer_numbers
 from graphdecode.models.recurrent_blocks import ShortConv
 from graphdecode.models.weight_map import Part, Run, WeightMap, product
 from graphdecode.models.weights import Weights
@@ -53,7 +54,8 @@ class Lfm2(Hybrid):
 
     def options(self, settings: dict[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
         width, layers = count(settings, "conv_L_cache"), fields["num_hidden_layers"]
-        attending = settings.get("full_attn_idxs") or range(layers)
+        stated = layer_numbers(settings, "full_attn_idxs")
+        attending = range(layers) if stated is None else stated
         kinds = settings.get("layer_types") or ["full_attention" if i in attending else "conv" for i in range(layers)]
         sizes = ConvSizes(fields["hidden_size"], width, flag(settings, "conv_bias", False))
         return recurrent_layers(kinds, layers, sizes, ("conv",))

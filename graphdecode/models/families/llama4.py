@@ -9,14 +9,14 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from graphdecode.errors import shown
 from graphdecode.linear.experts import StackLayout
 from graphdecode.models.blocks import Attention, Norm, ResidualStream, Routing, SparseMlp
-from graphdecode.models.config import ModelConfig, UnsupportedModelError, count, flag, layer_windows, number
+from graphdecode.models.config import ModelConfig, count, flag, layer_windows, number
 from graphdecode.models.families.hybrid import renamed
 from graphdecode.models.families.llama import ATTENTION_BIASES
 from graphdecode.models.families.smollm3 import has_rope, ropes_or_none
 from graphdecode.models.families.sparse import Sparse
+from graphdecode.models.fields import layer_numbers
 from graphdecode.models.recurrent_blocks import reordered
 from graphdecode.models.weight_map import WeightMap
 from graphdecode.models.weights import Weights
@@ -93,11 +93,8 @@ class Llama4(Sparse):
     def config(self, settings: dict[str, Any]) -> Llama4Config:
         settings = self.defaults | settings
         width, layers = settings["intermediate_size"], count(settings, "num_hidden_layers")
-        kinds, sparse, step = (
-            settings.get(name) for name in ("layer_types", "moe_layers", "interleave_moe_layer_step")
-        )
-        if not isinstance(sparse, (list, type(None))):
-            raise UnsupportedModelError(f"moe_layers must be a list of layers, got {shown(sparse)}")
+        kinds, step = settings.get("layer_types"), settings.get("interleave_moe_layer_step")
+        sparse = layer_numbers(settings, "moe_layers")
         given = {
             "intermediate_size": settings["intermediate_size_mlp"],
             "moe_intermediate_size": width,
@@ -105,7 +102,7 @@ class Llama4(Sparse):
             "decoder_sparse_step": step if sparse is None else 1,
             "mlp_only_layers": [] if sparse is None else [layer for layer in range(layers) if layer not in sparse],
             "sliding_window": settings["attention_chunk_size"],
-            "layer_types": [_KINDS.get(kind, kind) for kind in kinds] if isinstance(kinds, list) else kinds,
+            "layer_types": [_KINDS.get(str(kind), kind) for kind in kinds] if isinstance(kinds, list) else kinds,
         }
         scale = number(settings, "attn_scale"), number(settings, "floor_scale")
         return Llama4Config(

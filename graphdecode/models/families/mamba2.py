@@ -16,6 +16,7 @@ from graphdecode.models.families.hybrid import (
 )
 from graphdecode.models.families.llama import norms_at
 from graphdecode.models.family import outer_weights
+from graphdecode.models.fields import layer_numbers
 from graphdecode.models.weight_map import WeightMap
 from graphdecode.models.weights import Weights
 
@@ -106,7 +107,7 @@ class Bamba(Mamba2Hybrid):
     }
 
     def options(self, settings: dict[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
-        layers, attending = fields["num_hidden_layers"], settings.get("attn_layer_indices") or ()
+        layers, attending = fields["num_hidden_layers"], layer_numbers(settings, "attn_layer_indices") or ()
         kinds = ["full_attention" if index in attending else "mamba" for index in range(layers)]
         return super().options(settings, fields) | recurrent_layers(kinds, layers, mamba2_sizes(settings), ("mamba",))
 

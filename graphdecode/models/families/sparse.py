@@ -3,12 +3,12 @@
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from graphdecode.errors import shown
 from graphdecode.linear.experts import Gate
 from graphdecode.linear.weight_form import Stored
 from graphdecode.models.blocks import Experts, FeedForward, GatedMlp, SparseMlp
 from graphdecode.models.config import ExpertsConfig, ModelConfig, UnsupportedModelError, count, flag
 from graphdecode.models.families.llama import Llama
+from graphdecode.models.fields import layer_numbers
 from graphdecode.models.split_blocks import SummedMlp
 from graphdecode.models.weight_map import Part, Run, WeightMap, product
 from graphdecode.models.weights import Weights
@@ -45,9 +45,7 @@ class Sparse(Llama):
     def experts(self, settings: dict[str, Any], fields: dict[str, Any]) -> ExpertsConfig | None:
         """Return the configuration of the experts, if any; see `options`."""
         layers = fields["num_hidden_layers"]
-        dense, every = settings.get("mlp_only_layers") or [], count(settings, "decoder_sparse_step")
-        if not isinstance(dense, list):
-            raise UnsupportedModelError(f"mlp_only_layers must be a list of layers, got {shown(dense)}")
+        dense, every = layer_numbers(settings, "mlp_only_layers") or [], count(settings, "decoder_sparse_step")
         shared = settings.get("shared_expert_intermediate_size")
         return ExpertsConfig(
             count=count(settings, "num_local_experts", settings.get("num_experts")),
