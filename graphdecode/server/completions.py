@@ -51,7 +51,7 @@ from graphdecode.text.input_processor import ParentRequest, TokenizedPrompt
 from graphdecode.text.outputs import Logprob, RequestState
 from graphdecode.text.token_texts import text_of_tokens
 
-_POSITIONS_AT_ONCE = 50  # prompt positions with up to 21 log-probabilities each: some milliseconds
+_POSITIONS_AT_ONCE = 50  # positions with up to 21 log-probabilities each: some milliseconds
 log = logging.getLogger(__name__)
 _HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -150,6 +150,13 @@ class Reply(Response, ABC):
         """Return the fields beside the choices, of the whole response or of the first chunk of a choice."""
         return {}
 
+    async def _choice(self, cursor: Cursor, delta: Delta, *, whole: bool = False) -> dict[str, Any] | None:
+        """Return `choice`, which is made in a thread if it has many log-probabilities, so that other tasks run."""
+        of_prompt = cursor.parent.output.prompt_logprobs if delta.is_first else None
+        if len(delta.logprobs or ()) + len(of_prompt or ()) <= _POSITIONS_AT_ONCE:
+            return self.choice(cursor, delta, whole=whole)
+        return await asyncio.to_thread(self.choice, cursor, delta, whole=whole)
+
     def usage(self) -> dict[str, Any]:
         """Return the counts of tokens so far."""
         prompt = sum(len(parent.output.prompt_token_ids) for parent in self.parents)
@@ -215,7 +222,7 @@ class Reply(Response, ABC):
             raise self._failure(error) from error
         choices = []
         for cursor in self.cursors:
-            choice = self.choice(cursor, cursor.whole(), whole=True)
+            choice = await self._choice(cursor, cursor.whole(), whole=True)
             assert choice is not None
             choices.append(await in_pieces(choice))
             await asyncio.sleep(0)  # other tasks wait
@@ -240,16 +247,18 @@ class Reply(Response, ABC):
             async with contextlib.aclosing(self._updates()) as updates:
                 async for _ in updates:
                     now = {"usage": self.usage() if options.continuous_usage_stats else None}
-                    chunks = [
-                        self._head
-                        | {"choices": [choice]}
-                        | (now if options.include_usage else {})
-                        | (self.about_prompt(whole=False) if delta.is_first else {})
-                        for cursor in self.cursors
-                        if (delta := cursor.take()) and (choice := self.choice(cursor, delta))
-                    ]
-                    if chunks:
-                        await _send_more(send, b"".join(map(sse_event, chunks)))
+                    events = []
+                    for cursor in self.cursors:
+                        if (delta := cursor.take()) is None or (choice := await self._choice(cursor, delta)) is None:
+                            continue
+                        chunk = self._head | {"choices": [choice]} | (now if options.include_usage else {})
+                        if not delta.is_first:
+                            events.append(sse_event(chunk))
+                            continue
+                        chunk |= self.about_prompt(whole=False)
+                        events.append(b"data: " + await in_pieces(chunk) + b"\n\n")  # an echo may be long
+                    if events:
+                        await _send_more(send, b"".join(events))
             end = self._head | {"choices": [], "usage": self.usage()}
             await _send_more(send, (sse_event(end) if options.include_usage else b"") + SSE_DONE)
         except (GraphdecodeError, TimeoutError) as error:
@@ -271,18 +280,20 @@ class Reply(Response, ABC):
         return as_http_error(error, frozenset(type(self.body_fields).model_fields))
 
 
-async def in_pieces(fields: dict[str, Any]) -> bytes:
-    """Return JSON, letting other tasks run between pieces of the prompt's log-probabilities in it."""
-    scores = fields.get("prompt_logprobs")
-    if scores is None:
-        return as_json(fields)
-    del fields["prompt_logprobs"]
-    pieces = [as_json(fields)[:-1] + b',"prompt_logprobs":[']
-    for first in range(0, len(scores), _POSITIONS_AT_ONCE):
-        piece = as_json(scores[first : first + _POSITIONS_AT_ONCE])
-        pieces.append((b"," if first else b"") + piece[1:-1])
+async def in_pieces(data: Any) -> bytes:
+    """Return JSON, letting other tasks run between pieces of its long lists."""
+    if isinstance(data, dict):
+        members = [as_json(str(name)) + b":" + await in_pieces(value) for name, value in data.items()]
+        return b"{" + b",".join(members) + b"}"
+    if not isinstance(data, list):
+        return as_json(data)
+    if len(data) <= _POSITIONS_AT_ONCE:
+        return b"[" + b",".join([await in_pieces(each) for each in data]) + b"]"
+    pieces = []
+    for first in range(0, len(data), _POSITIONS_AT_ONCE):
+        pieces.append(as_json(data[first : first + _POSITIONS_AT_ONCE])[1:-1])
         await asyncio.sleep(0)
-    return b"".join([*pieces, b"]}"])
+    return b"[" + b",".join(pieces) + b"]"
 
 
 async def _send_more(send: Send, data: bytes) -> None:

@@ -423,7 +423,8 @@ def test_others_have_their_turn_between_two_pieces_of_the_json() -> None:
 
     async def told() -> bytes:
         nonlocal turns
-        telling = asyncio.ensure_future(in_pieces({"index": 0, "prompt_logprobs": scores}))
+        asked = {"index": 0, "prompt_logprobs": scores, "choices": [{"text": "é", "tokens": [["a"], {}, None] * 20}]}
+        telling = asyncio.ensure_future(in_pieces(asked))
         while not telling.done():
             turns += 1
             await asyncio.sleep(0)
@@ -436,3 +437,4 @@ def test_others_have_their_turn_between_two_pieces_of_the_json() -> None:
         None if each is None else {str(token): vars(entry) for token, entry in each.items()} for each in scores
     ]
     assert choice["index"] == 0
+    assert choice["choices"] == [{"text": "é", "tokens": [["a"], {}, None] * 20}]
