@@ -305,7 +305,7 @@ def test_the_servers_own_id_is_taken_in_the_next_turn(served: Served) -> None:
     (call,) = answer_of(served, tool_choice=NAMED)["message"]["tool_calls"]
     result = {"role": "tool", "tool_call_id": call["id"], "content": "49"}
     turn = [*ASKED, {"role": "assistant", "content": None, "tool_calls": [call]}, result]
-    answer_of(served, turn, chat_template=template, max_tokens=1)
+    assert answer_of(served, turn, chat_template=template, max_tokens=1)["message"]["role"] == "assistant"
 
 
 def test_the_same_call_comes_as_a_stream(served: Served) -> None:

@@ -405,19 +405,11 @@ class BatchDecodeWithPagedKVCacheWrapper:
         how = problem.how_to_attend(q_scale, k_scale, v_scale, window_left)
         how["options"] = how["options"]._replace(sinks=sinks_of(sinks, problem.num_qo_heads, self._device))
         self._counters = self._counters_for(most * problem.q_len * problem.num_qo_heads)
+        work = SplitPlan(self._kv_lens, self._plan, *self._partials(problem, v_cache.shape[-1]), self._counters)
         decode_attention(
-            result,
-            lse,
-            queries,
-            k_cache,
-            v_cache,
-            pages.table,
-            pages.indptr,
-            SplitPlan(self._kv_lens, self._plan, *self._partials(problem, v_cache.shape[-1]), self._counters),
-            q_len=problem.q_len,
-            max_items=self._max_items,
-            **how,
-        )
+            result, lse, queries, k_cache, v_cache, pages.table, pages.indptr, work, q_len=problem.q_len,
+            max_items=self._max_items, **how,
+        )  # fmt: skip
         if result is not out:
             out.copy_(result)
         return (out, lse) if return_lse and lse is not None else out
