@@ -26,7 +26,7 @@ from transformers import (
     OlmoeConfig,
     Qwen2AudioConfig,
     Qwen2Config,
-    Qwen2VLConfig,
+    Qwen3VLMoeConfig,
     T5Config,
     T5ForConditionalGeneration,
     ViTConfig,
@@ -213,8 +213,8 @@ def test_what_needs_another_cache_is_refused_before_its_weights_are_read(tmp_pat
     ("config", "architecture", "why"),
     [
         (
-            Qwen2VLConfig(),
-            "Qwen2VLForConditionalGeneration",
+            Qwen3VLMoeConfig(),
+            "Qwen3VLMoeForConditionalGeneration",
             "has no causal decoder for {}: it reads images, and models",
         ),
         (MllamaConfig(), "MllamaForConditionalGeneration", "{} is not supported: it reads images, and models of text"),

@@ -113,8 +113,8 @@ def test_what_is_refused_is_refused_before_the_first_output() -> None:
 
 def test_closing_ends_what_tasks_wait_for_with_an_error() -> None:
     async def main() -> None:
-        llm = AsyncLLM("demo", config=CONFIG)
-        task = asyncio.create_task(answer(llm, "abc", params(max_tokens=100, ignore_eos=True)))
+        llm = AsyncLLM("demo", config=BucketConfig(max_batch_size=1, max_sequence_length=4096))
+        task = asyncio.create_task(answer(llm, "abc", params(max_tokens=4000, ignore_eos=True)))  # half a second
         await asyncio.sleep(0)
         await asyncio.to_thread(llm.close)
         with pytest.raises(RuntimeError, match="closed"):
