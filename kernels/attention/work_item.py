@@ -113,7 +113,7 @@ def clear_row(results, row, kv_head, heads, META: tl.constexpr):
 
 @triton.jit
 def _merge(results, row, first, splits, kv_head, heads, v_unit, META: tl.constexpr):
-    """Write a row's result from those of its splits, MERGE_S at a time: (VALUE_DIM + 1) * 4 bytes of each query."""
+    """Write a row's result from those of its splits, MERGE_S at a time: (VALUE_DIM + 2) * 4 bytes of each query."""
     MERGE_M: tl.constexpr = META.MERGE_M
     MERGE_S: tl.constexpr = META.MERGE_S
     BLOCK_V: tl.constexpr = META.BLOCK_V

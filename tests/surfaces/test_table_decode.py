@@ -176,11 +176,13 @@ def test_what_does_not_fit_or_would_change_results_is_refused_by_name(wrong, nam
         attended(rows, q, **wrong)
 
 
-def test_a_table_that_is_too_narrow_for_the_longest_row_is_refused():
+def test_the_longest_row_may_be_longer_than_tables_and_no_row_reads_beyond_its_own():
     rows, q = rows_of(LENS, "cpu"), queries(4, "cpu")
     caches = (rows.k_cache.transpose(1, 2), rows.v_cache.transpose(1, 2))
-    with pytest.raises(ValueError, match="max_seq_len is 41"):
-        trtllm_batch_decode_with_kv_cache(q, caches, torch.zeros(1), rows.table, lengths(rows, "cpu"), 41)
+    given = (torch.zeros(1), rows.table[:, :2].contiguous())
+    out = trtllm_batch_decode_with_kv_cache(q, caches, *given, lengths(rows, "cpu"), 4096, SCALE)
+    cut = torch.tensor([min(length, 2 * PAGE) for length in LENS], dtype=torch.int32)
+    assert torch.equal(out, trtllm_batch_decode_with_kv_cache(q, caches, *given, cut, 16, SCALE))
 
 
 def test_hints_change_nothing():

@@ -400,7 +400,7 @@ class BatchDecodeWithPagedKVCacheWrapper:
             lse = torch.empty(lse_shape, dtype=torch.float32, device=q.device)
         check_result("out", out, out_shape, problem.out_dtypes)
         check_result("lse", lse, lse_shape, (torch.float32,))
-        queries = exact_queries(q)
+        queries = exact_queries(q, out.dtype)
         result = out if out.dtype in OUT_DTYPES else torch.empty(out_shape, dtype=queries.dtype, device=q.device)
         how = problem.how_to_attend(q_scale, k_scale, v_scale, window_left)
         how["options"] = how["options"]._replace(sinks=sinks_of(sinks, problem.num_qo_heads, self._device))

@@ -45,8 +45,13 @@ def planned_dtypes(
     return q_dtype, _dtype_of("kv_data_type", kv_data_type or q_dtype)
 
 
-def exact_queries(q: Tensor) -> Tensor:
-    """Return queries in a dtype that the kernels take: fp8 ones in fp16, which holds all their values."""
+def exact_queries(q: Tensor, out_dtype: torch.dtype) -> Tensor:
+    """Return queries in a dtype that the kernels take: fp8 ones in fp16, which holds all their values.
+
+    On a CPU, where results have the queries' dtype until they are stored, others than `out_dtype` are in float32.
+    """
+    if q.is_cpu and out_dtype in OUT_DTYPES and q.dtype != out_dtype:
+        return q.float()
     return q.to(torch.float16) if q.dtype in FP8_DTYPES else q
 
 

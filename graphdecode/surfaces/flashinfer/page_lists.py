@@ -116,7 +116,8 @@ class PageLists(NamedTuple):
             paged_attention_plan(kv_lens, plan, self.indptr, self.lengths, sizes, self.table.shape[0])
         else:
             live = torch.full((1,), self.rows, dtype=torch.int32, device=kv_lens.device)
-            attention_plan(kv_lens, plan, self.lengths - 1, live, sizes)
+            most = self.table.shape[1] * sizes.page_size  # tokens that a row's pages hold
+            attention_plan(kv_lens, plan, self.lengths.clamp(max=most) - 1, live, sizes)
 
     def copy_to(self, buffers: PageLists) -> None:
         """Write these into buffers that are large enough."""

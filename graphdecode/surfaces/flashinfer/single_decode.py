@@ -62,7 +62,7 @@ def single_decode_with_kv_cache(
     how = problem.how_to_attend(q_scale, k_scale, v_scale)
 
     device, dtype = q.device, q.dtype
-    q = exact_queries(q)
+    q = exact_queries(q, q.dtype)
     wave_items = problem.wave_items(device, v.shape[-1])
     items = work_items(1, wave_items)
     work = new_split_plan(device, 1, items, heads, v.shape[-1])

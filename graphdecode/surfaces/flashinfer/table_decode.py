@@ -79,7 +79,7 @@ def trtllm_batch_decode_with_kv_cache(
         workspace_buffer: part of the surface; partial results are in tensors of their own.
         block_tables: int32 [b, max_pages], each row's pages; what is behind its length is not read.
         seq_lens: int32 or uint32 [b], tokens of each row with the new ones; 0: the row is empty.
-        max_seq_len: no row is longer.
+        max_seq_len: no row is longer; a row has no more tokens than its pages in `block_tables` hold.
         bmm1_scale: multiplies the logits, 1 / sqrt(head_dim) included; a number, or one float32 on the device.
         bmm2_scale: multiplies the output; likewise.
         window_left: keys before a query's own that it sees; -1: all.
@@ -201,19 +201,16 @@ def _attend(
     require_tensors(device, block_tables=block_tables, seq_lens=seq_lens)
     require_fit("block_tables", block_tables, (rows, "pages"), torch.int32)
     require_fit("seq_lens", seq_lens, (rows,), torch.int32, torch.uint32)
-    if block_tables.shape[1] * page_size < max_seq_len:
-        raise ValueError(
-            f"block_tables has {block_tables.shape[1]} pages of {page_size} tokens a row, max_seq_len is {max_seq_len}"
-        )
     out, lse = _results(query, value_dim, out, out_dtype, lse, return_lse)
 
-    queries = exact_queries(query)
+    queries = exact_queries(query, out.dtype)
     if isinstance(first_scale, Tensor):  # it is not read on the host; float32 keeps what it makes of the queries
         queries = queries.float() * first_scale
     wave_items = problem.wave_items(device, value_dim)
     items = work_items(rows, wave_items)
     work = new_split_plan(device, rows, items, heads, value_dim, q_len)
-    lens, live = seq_lens.view(torch.int32), torch.full((1,), rows, dtype=torch.int32, device=device)
+    most = block_tables.shape[1] * page_size  # tokens that a row's pages hold
+    lens, live = seq_lens.view(torch.int32).clamp(max=most), torch.full((1,), rows, dtype=torch.int32, device=device)
     sizes = PlanSizes(wave_items, window_left=window_left, q_len=q_len)
     attention_plan(work.kv_lens, work.plan, lens - 1, live, sizes)
     how = problem.how_to_attend(None, None, None)
