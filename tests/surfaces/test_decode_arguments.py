@@ -114,6 +114,15 @@ def test_lengths_may_stand_in_for_last_pages_and_tables_for_page_lists(device):
         assert_near(ran(rows, q, planned(rows, wrapper_of(device), **given)), expected)
 
 
+@pytest.mark.parametrize("cap", [5.0, 50.0, 1e3, 1e6])
+def test_caps_far_above_the_logits_lose_no_digits(cap, device):
+    rows, q = rows_of([40], device), queries(1, device)
+    given = {"block_tables": rows.table, "seq_lens": lengths(rows, device), "indptr": None, "indices": None}
+    wrapper = planned(rows, wrapper_of(device), **given, last_page_len=None, logits_soft_cap=cap)
+    out = ran(rows, q, wrapper)
+    assert_near(out, rows.expected(q, 1, Options(SCALE, soft_cap=cap))[0], 2e-6 if device == "cpu" else 0.1)
+
+
 @pytest.mark.parametrize("q_len", [1, 3])
 @pytest.mark.parametrize("window", [None, 5])
 def test_sinks_and_several_queries_may_be_given_to_run(q_len, window, device):
