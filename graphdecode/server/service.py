@@ -16,7 +16,7 @@ from graphdecode.engine import SamplingParams
 from graphdecode.errors import ArgumentError, shown
 from graphdecode.models.peft.fields import ADAPTER_FILE
 from graphdecode.server.engine_client import EngineClient
-from graphdecode.server.fair_queue import FairQueue, FairThread
+from graphdecode.server.fair_queue import RETRY_AFTER, FairQueue, FairThread
 from graphdecode.server.fork_pool import ForkPool
 from graphdecode.server.http import RESTARTING, Bodies, HttpError
 from graphdecode.server.messages import EngineSetup
@@ -30,7 +30,6 @@ from graphdecode.text.router import Router
 
 _POOL_MODULES = ("graphdecode.server.completions",)
 _KEY_VARIABLE = "GRAPHDECODE_API_KEY"
-_RETRY_AFTER = {"Retry-After": "1"}
 
 log = logging.getLogger(__name__)
 
@@ -151,12 +150,12 @@ class Service:
     def check_room(self, outputs: int) -> None:
         """Raise HttpError if outputs cannot be admitted: 503 while draining or restarting, 429 if too many wait."""
         if self.draining:
-            raise HttpError(503, "the server is shutting down", code="shutting_down", headers=_RETRY_AFTER)
+            raise HttpError(503, "the server is shutting down", code="shutting_down", headers=RETRY_AFTER)
         if not self.client.serves:
             raise HttpError(503, "the engine is restarting", code=RESTARTING, headers={"Retry-After": "5"})
         taken = self.num_open + self._reserved
         if taken + outputs > self._max_open:
-            raise HttpError(429, f"{taken} requests run or wait already", code="queue_full", headers=_RETRY_AFTER)
+            raise HttpError(429, f"{taken} requests run or wait already", code="queue_full", headers=RETRY_AFTER)
 
     @contextmanager
     def reserved(self, outputs: int) -> Iterator[None]:
