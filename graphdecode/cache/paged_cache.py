@@ -10,7 +10,8 @@ from torch import Tensor
 from .errors import CacheFullError, UnknownSequenceError, require_positive
 from .layer_cache import Keys, LayerCache, LayerState, Recurrent, Zeros, layer_state, paged, stateful, untouched_zeros
 from .ledger import Checkpoints, PageLedger
-from .rolling import RollingPages, StateRows
+from .rolling import RollingPages
+from .state_rows import StateRows
 
 
 class PagedKVCache:
@@ -244,7 +245,7 @@ class PagedKVCache:
         if self.has_states:
             is_hidden = sequence_id in self._hidden
             self._hidden.discard(sequence_id)
-            self._state_rows.give_back(sequence_id, () if is_hidden else self.ledger.digests_of(sequence_id))
+            self._state_rows.release(sequence_id, () if is_hidden else self.ledger.digests_of(sequence_id))
         self.ledger.close(sequence_id)
 
     def hide(self, sequence_id: Hashable) -> None:

@@ -342,7 +342,7 @@ class Engine:
             if level == 2:
                 self._has_weights = False
                 self.adapters.forget_slots()
-            return self.runner.give_memory_back(weights=level == 2)
+            return self.runner.release_memory(weights=level == 2)
 
     def wake_up(self, tags: Iterable[str] | None = None) -> None:
         """End the sleep, of all or of what the tags name; what does not sleep stays as it is.
@@ -362,7 +362,7 @@ class Engine:
         with self._stepping:
             self._check_open()
             for tag in sorted(woken & self._asleep, reverse=True):  # weights, which take most, first
-                self.runner.take_memory_back(tag)
+                self.runner.restore_memory(tag)
                 self._asleep.discard(tag)
 
     def _check_open(self) -> None:

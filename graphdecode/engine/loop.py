@@ -15,8 +15,9 @@ import numpy as np
 from graphdecode.buckets import StepShape
 from graphdecode.cache import CacheFullError
 from graphdecode.distributed import RankError
+from graphdecode.engine.chunk_budget import ChunkBudget
+from graphdecode.engine.draft_pace import DraftPace
 from graphdecode.engine.metrics import EngineStats
-from graphdecode.engine.pace import ChunkBudget, DraftPace
 from graphdecode.engine.prompts import PromptChunk
 from graphdecode.engine.request import Event, TokenLogprobs
 from graphdecode.engine.runner import Launch, LaunchPlan, Runner

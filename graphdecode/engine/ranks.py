@@ -131,7 +131,7 @@ class LeadingRunner(Runner):
             self.take_weights(*loaded)
 
     def prepare_sleep(self, *, weights: bool) -> None:
-        """Prepare all ranks, which then await `give_memory_back`, or none; see `Runner.prepare_sleep`."""
+        """Prepare all ranks, which then await `release_memory`, or none; see `Runner.prepare_sleep`."""
         self.ranks.check()
         self.ranks.send(Command.SLEEP, (weights, 0, 0))
         try:
@@ -140,16 +140,16 @@ class LeadingRunner(Runner):
             self.cancel_sleep()
             raise
 
-    def give_memory_back(self, *, weights: bool) -> int:
-        """Release memory on all ranks; return the bytes of all. See `Runner.give_memory_back`."""
+    def release_memory(self, *, weights: bool) -> int:
+        """Release memory on all ranks; return the bytes of all. See `Runner.release_memory`."""
         with self._together():
-            return self.ranks.total(super().give_memory_back(weights=weights))
+            return self.ranks.total(super().release_memory(weights=weights))
 
-    def take_memory_back(self, tag: str) -> None:
-        """Map memory of all ranks again; what one has mapped stays if another fails. See `Runner.take_memory_back`."""
+    def restore_memory(self, tag: str) -> None:
+        """Map memory of all ranks again; what one has mapped stays if another fails. See `Runner.restore_memory`."""
         self.ranks.check()
         self.ranks.send(Command.WAKE_UP, (SLEEP_TAGS.index(tag), 0, 0))
-        self.ranks.attempt(lambda: super(LeadingRunner, self).take_memory_back(tag))
+        self.ranks.attempt(lambda: super(LeadingRunner, self).restore_memory(tag))
 
     def close(self) -> None:
         """Release the graphs of all ranks; end the other ranks, or let them wait for another model."""
@@ -212,10 +212,10 @@ def _execute(message: Message, runner: Runner, ranks: Follower) -> None:
         except RefusedError:
             runner.cancel_sleep()
         else:
-            ranks.total(runner.give_memory_back(weights=weights))
+            ranks.total(runner.release_memory(weights=weights))
     elif kind == Command.WAKE_UP:
         with suppress(RefusedError):
-            ranks.attempt(lambda: runner.take_memory_back(SLEEP_TAGS[numbers[0]]))
+            ranks.attempt(lambda: runner.restore_memory(SLEEP_TAGS[numbers[0]]))
     elif kind == Command.STATE:
         runner.cache.copy_state(*numbers[:2])
     elif kind == Command.LAUNCH:

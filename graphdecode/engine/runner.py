@@ -30,7 +30,7 @@ from graphdecode.graphs import BucketReport, GraphReport, GraphTable
 from graphdecode.kernels.linear.add_adapters import NO_ADAPTER
 from graphdecode.kernels.native import library as native
 from graphdecode.kernels.native.instructions import instructions
-from graphdecode.memory import ReservedMemory, check_gives_back, give_back
+from graphdecode.memory import ReservedMemory, check_can_release, release_memory
 from graphdecode.models import Model
 from graphdecode.models.adapters import Adapter
 from graphdecode.models.load import start_joining_pages, wait_for_joined_pages
@@ -254,11 +254,11 @@ class Runner:
             start_joining_pages(self.model)
 
     def prepare_sleep(self, *, weights: bool) -> None:
-        """Do what can be refused, before `give_memory_back`: weights in reserved memory are copied unless dropped."""
+        """Do what can be refused, before `release_memory`: weights in reserved memory are copied unless dropped."""
         if self.reload is None and weights:
             raise NotSupportedError("weights are dropped of a model that can be loaded again alone")
         if not self.reserved:
-            check_gives_back(self.model.device)
+            check_can_release(self.model.device)
         elif not weights:
             with self.device_guard():
                 self._synchronize()
@@ -269,8 +269,8 @@ class Runner:
         if self.reserved:
             self.reserved["weights"].cancel()
 
-    def give_memory_back(self, *, weights: bool) -> int:
-        """Give memory back after `prepare_sleep`, and return the bytes: all reserved memory, or see `give_back`.
+    def release_memory(self, *, weights: bool) -> int:
+        """Release memory after `prepare_sleep`, and return the bytes: all reserved memory, or see `memory.release`.
 
         `weights`: they are dropped; else they come back with their memory, or without reserved memory stay.
         """
@@ -282,9 +282,9 @@ class Runner:
                 return sum(each.unmap() for each in self.reserved.values())
         wait_for_joined_pages()
         states = [tensor for layer in self.cache.layers for tensor in layer]
-        return give_back([*states, *self.model.constants] if weights else states)
+        return release_memory([*states, *self.model.constants] if weights else states)
 
-    def take_memory_back(self, tag: str) -> None:
+    def restore_memory(self, tag: str) -> None:
         """Map reserved memory again, weights with what was saved; an EngineStateError if there is too little."""
         if self.reserved:
             with self.device_guard():

@@ -20,7 +20,6 @@ from starlette.types import Receive, Scope, Send
 
 from graphdecode.errors import ArgumentError, GraphdecodeError
 from graphdecode.server import protocol
-from graphdecode.server.fork_pool import JobError, JobLimits
 from graphdecode.server.http import (
     LARGE_BYTES,
     SSE_DONE,
@@ -31,6 +30,7 @@ from graphdecode.server.http import (
     sse_event,
     unless_disconnected,
 )
+from graphdecode.server.jobs import JobError, JobLimits
 from graphdecode.server.logprobs import chat_logprobs, completion_logprobs, offsets_in_prompt
 from graphdecode.server.preprocessing import Preprocessor
 from graphdecode.server.protocol import ChatCompletion, Completion, GeneratingPath, Generation, StreamOptions, Tokenize

@@ -27,8 +27,8 @@ from graphdecode.errors import AnswerError, ArgumentError, EngineStateError, Gra
 from graphdecode.models.load import return_free_memory
 from graphdecode.profiling.environment import cache_bytes, read_bandwidth
 from graphdecode.server import messages
-from graphdecode.server.fork_pool import STACK_BYTES
 from graphdecode.server.http import REFUSED, SLEEPING
+from graphdecode.server.jobs import STACK_BYTES
 from graphdecode.text.grammar import Grammars
 
 _STATUS_EVERY_SECONDS = 0.25

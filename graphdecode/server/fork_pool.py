@@ -14,11 +14,11 @@ from graphdecode.child import start_connected
 from graphdecode.errors import GraphdecodeError
 from graphdecode.server.fair_queue import RETRY_AFTER, FairSemaphore
 from graphdecode.server.http import RESTARTING, HttpError
+from graphdecode.server.jobs import STACK_BYTES, ChildExited, CpuTimeError, Job, JobError, JobLimits, JobResult
 from graphdecode.server.messages import MessageSocket, end_process, framed, receive
 
 MAX_CHILDREN = 2
 MAX_WAITING = 256
-STACK_BYTES = 4 << 20  # stack of a child; the engine's process has a larger one for the same grammar
 _QUICK_CPU_SECONDS = 1
 _END_SECONDS = 1.0
 _ONE_THREAD = {  # a fork would not copy other threads
@@ -29,54 +29,12 @@ _ONE_THREAD = {  # a fork would not copy other threads
 log = logging.getLogger(__name__)
 
 
-class JobLimits(NamedTuple):
-    """Limits of a job."""
-
-    cpu_seconds: int
-    wall_seconds: float
-    memory_bytes: int  # beyond the memory of the fork server
-
-
 class PoolTimeouts(NamedTuple):
     """Timeouts in seconds that do not depend on the job."""
 
     quick_seconds: float = 5.0  # limit of a first attempt
     accept_seconds: float = 5.0  # for the fork server to accept a job, which it does at once
     start_seconds: float = 120.0  # for the fork server to start
-
-
-class Job(NamedTuple):
-    """A call `function(state, *arguments)`."""
-
-    function: Callable[..., Any]
-    arguments: tuple[Any, ...]
-    limits: JobLimits
-
-
-class JobResult(NamedTuple):
-    """Result of a job, or what it raised."""
-
-    result: Any = None
-    error: GraphdecodeError | None = None  # for its caller
-    fault: str | None = None  # the traceback of any other exception, for the log
-
-
-class Accepted(NamedTuple):
-    """The fork server has a job; its child answers next."""
-
-
-class ChildExited(NamedTuple):
-    """The child ended without a result."""
-
-    code: int | None  # exit code; below 0: minus a signal; None: it could not be forked
-
-
-class JobError(GraphdecodeError):
-    """A job exceeded its limit of CPU time, memory or stack."""
-
-
-class _TooLongError(JobError):
-    """A job exceeded its CPU time."""
 
 
 class ForkPool:
@@ -116,7 +74,7 @@ class ForkPool:
         try:
             async with self._quick.held(caller, size):
                 done = await self._done(await self._started(), job._replace(limits=quick))
-        except (_TooLongError, TimeoutError):
+        except (CpuTimeError, TimeoutError):
             async with self._slow.held(caller, size):
                 try:
                     done = await self._done(await self._started(), job)
@@ -209,7 +167,7 @@ def _reason(code: int | None, limits: JobLimits) -> GraphdecodeError:
     if code is None:
         return _overloaded("no process can be forked")
     if code == -signal.SIGXCPU:
-        return _TooLongError(f"takes more than {limits.cpu_seconds} s of a processor")
+        return CpuTimeError(f"takes more than {limits.cpu_seconds} s of a processor")
     if code == -signal.SIGKILL:  # by the kernel, if memory is short, or by a person
         return _overloaded("its child was killed")
     memory, stack = limits.memory_bytes >> 20, STACK_BYTES >> 20

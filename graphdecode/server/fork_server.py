@@ -26,7 +26,7 @@ from typing import Any, NoReturn
 
 from graphdecode.child import leave_signals, signal_at_end_of
 from graphdecode.errors import GraphdecodeError
-from graphdecode.server.fork_pool import STACK_BYTES, Accepted, ChildExited, Job, JobLimits, JobResult
+from graphdecode.server.jobs import STACK_BYTES, Accepted, ChildExited, Job, JobLimits, JobResult
 from graphdecode.server.messages import MessageSocket, framed
 
 _NICE = 10  # steps and HTTP go first
@@ -127,15 +127,15 @@ def _run(job: socket.socket, state: Any) -> NoReturn:
 
 def _done(connection: MessageSocket, state: Any) -> JobResult:
     try:
-        (given,) = connection.receive(wait=True)
+        (job_read,) = connection.receive(wait=True)
     except (EOFError, OSError):  # it was cancelled
         raise
     except Exception:  # unpickling may raise anything
         return JobResult(fault=traceback.format_exc())
-    assert isinstance(given, Job)
+    assert isinstance(job_read, Job)
     try:
-        _limit(given.limits)
-        done = JobResult(given.function(state, *given.arguments))
+        _limit(job_read.limits)
+        done = JobResult(job_read.function(state, *job_read.arguments))
         pickle.dumps(done, protocol=pickle.HIGHEST_PROTOCOL)
         return done
     except GraphdecodeError as error:

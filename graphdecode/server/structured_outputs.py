@@ -17,8 +17,9 @@ from graphdecode.engine import StructuredOutputsParams
 from graphdecode.engine.constraint import ConstraintError, TokenAutomaton
 from graphdecode.errors import ArgumentError, shown
 from graphdecode.server.engine_client import EngineClient
-from graphdecode.server.fork_pool import ForkPool, JobError, JobLimits
+from graphdecode.server.fork_pool import ForkPool
 from graphdecode.server.http import HttpError
+from graphdecode.server.jobs import JobError, JobLimits
 from graphdecode.server.messages import AddGrammar
 from graphdecode.server.preprocessing import Preprocessor
 from graphdecode.server.protocol import ChatCompletion, Generation

@@ -19,7 +19,7 @@ from graphdecode.cache import (
     fill_page_row,
 )
 from graphdecode.cache.ledger import PageLedger, PrefixIndex
-from graphdecode.cache.rolling import StateRows
+from graphdecode.cache.state_rows import StateRows
 
 
 def make(pages=8, page_size=4, prefix_caching=True, max_pages_per_row=16, num_layers=1):
@@ -421,7 +421,7 @@ def test_every_token_that_a_query_sees_is_its_own_lines(seed: int) -> None:
 def test_rows_without_rings_remember_nothing() -> None:
     rows = StateRows(2, None)
     assert rows.take("a", [b"x"]) == 0
-    rows.give_back("a", [b"x"])
+    rows.release("a", [b"x"])
     assert rows.take("b", [b"x"]) == 0
 
 

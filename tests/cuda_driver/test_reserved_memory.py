@@ -13,13 +13,12 @@ from cuda_driver.sleeping import DEVICE, installed, is_there
 from cuda_driver.stand_in import Driver
 
 from graphdecode import LLM, SamplingParams
-from graphdecode import memory as memory_room
 from graphdecode.config import EngineConfig
 from graphdecode.engine import loading
 from graphdecode.engine.capacity import plan_capacity
 from graphdecode.engine.loading import describe_shard
 from graphdecode.errors import EngineStateError, NotSupportedError
-from graphdecode.memory import GRANULE, ReservedMemory, check_gives_back, collector_spared
+from graphdecode.memory import GRANULE, ReservedMemory, check_can_release, collector_spared, reserved
 
 PROMPTS = [[97, 98, 99], [100] * 20, list(range(97, 120))]
 OUT_OF_MEMORY = 2
@@ -188,7 +187,7 @@ def test_ranks_sleep_and_wake_up_together(driver: Driver, tmp_path: Path, monkey
 
 
 def test_without_cuda_python_nothing_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory_room, "driver", None)
+    monkeypatch.setattr(reserved, "driver", None)
     monkeypatch.setattr(loading, "resolve_device", lambda _: DEVICE)
     monkeypatch.setattr(loading, "describe_shard", None)  # the first that looks at the model
     with pytest.raises(NotSupportedError, match="enable_sleep_mode needs cuda-python: pip install cuda-bindings"):
@@ -205,4 +204,4 @@ def test_the_plan_counts_granules_and_cuda_without_the_mode_is_refused_by_its_na
     )
     assert 2 * GRANULE * 0.8 < plain.cache_bytes - asleep.cache_bytes <= 2 * GRANULE
     with pytest.raises(NotSupportedError, match="and this is cuda: CUDA needs enable_sleep_mode=True"):
-        check_gives_back(DEVICE)
+        check_can_release(DEVICE)

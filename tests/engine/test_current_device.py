@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from graphdecode import BucketConfig, EngineConfig, GraphManager, Slot, StepBuffers, memory
+from graphdecode import BucketConfig, EngineConfig, GraphManager, Slot, StepBuffers
 from graphdecode.buckets import StepShape
 from graphdecode.buffers import Batch
 from graphdecode.engine.capacity import plan_capacity
@@ -199,6 +199,6 @@ def test_a_system_that_does_not_tell_has_something(tmp_path: Path) -> None:
 def test_pages_of_a_cpu_are_made_of_what_can_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = EngineConfig(BucketConfig(max_batch_size=1024, max_sequence_length=512, memory_fraction=0.5))
     model, device = describe_model("demo"), torch.device("cpu")
-    monkeypatch.setattr(memory, "host_memory", lambda: Memory(64 * MIB, 40 * MIB))
+    monkeypatch.setattr("graphdecode.memory.available.host_memory", lambda: Memory(64 * MIB, 40 * MIB))
     capacity = plan_capacity(settings, model, torch.float32, device)
     assert capacity.total_num_pages == 20 * MIB // capacity.page_bytes - 1

@@ -26,7 +26,7 @@ from graphdecode.distributed import Leader
 from graphdecode.engine import Engine
 from graphdecode.engine.loading import load_engine, make_runner, start_ranks_of
 from graphdecode.errors import ArgumentError, EngineStateError, NotSupportedError
-from graphdecode.memory import give_back
+from graphdecode.memory import release_memory
 from graphdecode.models import load_model
 from graphdecode.models.updates import check_layout
 
@@ -441,7 +441,7 @@ def test_levels_tags_engines_and_devices_that_there_are_not(small, monkeypatch):
             change()
     engine.close()
     with pytest.raises(NotSupportedError, match=r"only on a CPU under Linux, and this is meta: .* close\(\) frees all"):
-        give_back([torch.empty(1, device="meta")])
+        release_memory([torch.empty(1, device="meta")])
     monkeypatch.setattr("sys.platform", "darwin")
     with pytest.raises(NotSupportedError, match="and this is darwin"):
         small.sleep()

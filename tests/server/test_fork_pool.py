@@ -15,19 +15,11 @@ import pytest
 from served import children_of
 
 from graphdecode.errors import ArgumentError
-from graphdecode.server.fork_pool import (
-    MAX_CHILDREN,
-    MAX_WAITING,
-    Accepted,
-    ChildExited,
-    FairSemaphore,
-    ForkPool,
-    JobError,
-    JobLimits,
-    PoolTimeouts,
-)
+from graphdecode.server.fair_queue import FairSemaphore
+from graphdecode.server.fork_pool import MAX_CHILDREN, MAX_WAITING, ForkPool, PoolTimeouts
 from graphdecode.server.fork_server import ForkServer
 from graphdecode.server.http import HttpError
+from graphdecode.server.jobs import Accepted, ChildExited, JobError, JobLimits
 from graphdecode.server.messages import MessageSocket
 
 T = TypeVar("T")

@@ -23,8 +23,8 @@ from graphdecode.errors import ArgumentError
 from graphdecode.server.app import Guard, caller_of, check_key
 from graphdecode.server.engine_client import GrammarCache
 from graphdecode.server.fair_queue import CALLERS_KEPT, FairQueue
-from graphdecode.server.fork_pool import JobError
 from graphdecode.server.http import HttpError
+from graphdecode.server.jobs import JobError
 from graphdecode.server.messages import AddGrammar
 from graphdecode.server.protocol import ChatCompletion
 from graphdecode.server.structured_outputs import GrammarCompiler, structured_output_of_calls
