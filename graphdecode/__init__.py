@@ -3,6 +3,7 @@
 Names are imported when they are first used: `import graphdecode` alone loads neither torch nor anything else.
 """
 
+import os.path
 from importlib import import_module, util
 from typing import TYPE_CHECKING, Any
 
@@ -109,6 +110,12 @@ _NAMES = {  # module -> the public names that it has
     ),
     "text": ("AsyncLLM", "CompletionOutput", "LLM", "LoRARequest", "Logprob", "RequestOutput"),
 }
+if os.path.isfile(os.path.join(__path__[0], "kernels")) and util.find_spec("graphdecode.kernels") is None:
+    raise ImportError(  # git writes such a file where it may not make links, as on Windows
+        f"{os.path.join(__path__[0], 'kernels')} is a file, and should be a symbolic link to ../kernels: run "
+        "`pip install -e .`, which needs no link, or `git config core.symlinks true` and `git checkout graphdecode`"
+    )
+
 _MODULES = {name: f"graphdecode.{module}" for module, names in _NAMES.items() for name in names}
 __all__ = sorted(_MODULES)
 

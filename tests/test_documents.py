@@ -27,7 +27,7 @@ from graphdecode.models.source import installable
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
-DOCUMENTS = [README, *sorted((ROOT / "docs").glob("*.md"))]
+DOCUMENTS = [README, *sorted((ROOT / "docs").rglob("*.md"))]
 KINDS = {"python", "bash", "toml", "console"}  # console: what takes long, or needs what is not everywhere
 OWN_TEST_COMMAND = "tools/test"  # what runs this
 NEEDS_SMOLLM2 = ("smollm2", "graphdecode chat", "tools/quickstart")
@@ -76,7 +76,7 @@ def environment() -> dict[str, str]:
 
 def test_each_block_is_of_a_kind_that_is_known() -> None:
     assert [block.place for block in BLOCKS if block.kind not in KINDS] == []
-    assert {document.name for document in DOCUMENTS} >= {"README.md", "architecture.md", "graphs.md", "profiling.md"}
+    assert {document.name for document in DOCUMENTS} >= {"README.md", "state.md", "graphs.md", "profiling.md"}
 
 
 @pytest.fixture
@@ -257,7 +257,7 @@ def test_the_map_of_the_house_names_every_package() -> None:
 
 def rows_below(heading: str, document: Path) -> list[list[str]]:
     """Return the cells of the first table below a heading, without its head."""
-    _, _, below = document.read_text().partition(f"\n{heading}\n")
+    _, _, below = f"\n{document.read_text()}".partition(f"\n{heading}\n")
     table = re.search(r"(?:^\|.*\n)+", below, re.MULTILINE)
     assert table is not None
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in table[0].splitlines()[2:]]
@@ -291,7 +291,7 @@ def test_the_walk_enters_the_files_in_the_order_of_the_code() -> None:
     """Eagerly, so that the step itself is entered, too: a replay repeats what it did."""
     file_of: dict[str, str] = {}
     walk: list[tuple[str, str]] = []
-    for file, function, *_ in rows_below("## A newcomer's walk", ROOT / "docs" / "architecture.md"):
+    for file, function, *_ in rows_below("# A newcomer's walk", ROOT / "docs" / "design" / "walk.md"):
         name = function.strip("`")
         owner = name.partition(".")[0]
         file_of[owner] = file.strip("`") or file_of[owner]

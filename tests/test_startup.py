@@ -5,6 +5,7 @@ import importlib
 import importlib.metadata
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -109,6 +110,17 @@ def test_modules_are_attributes_and_misspelt_names_are_not() -> None:
         _ = graphdecode.GraphManger
     with pytest.raises(ImportError, match="cannot import name 'no_such_name'"):
         exec("from graphdecode import no_such_name")
+
+
+def test_a_clone_without_symbolic_links_says_what_to_do(tmp_path: Path) -> None:
+    package = tmp_path / "graphdecode"
+    package.mkdir()
+    (package / "__init__.py").write_text((ROOT / "graphdecode/__init__.py").read_text())
+    (package / "kernels").write_text("../kernels")  # what git writes there
+    command = [sys.executable, "-S", "-c", "import graphdecode"]  # -S: an installed package would have them
+    ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    assert ran.returncode == 1
+    assert re.search(r"ImportError: .*symbolic link.*pip install -e.*core\.symlinks", ran.stderr)
 
 
 def test_the_version_is_the_installed_one() -> None:

@@ -1,4 +1,4 @@
-"""Door 5: a layer's state is one file from outside, the example of docs/architecture.md, in every kind of step."""
+"""Door 5: a layer's state is one file from outside, the example of docs/extend/state.md, in every kind of step."""
 
 import json
 import math
@@ -39,7 +39,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copytree(resolve_model_path("demo"), folder)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"architectures": ["FadingForCausalLM"]}))
-    text = (ROOT / "docs" / "architecture.md").read_text()
+    text = (ROOT / "docs" / "extend" / "state.md").read_text()
     (file,) = (block for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "class Fading(" in block)
     (folder.parent / "fading.py").write_text(file[: file.index("with tempfile")])
     return folder

@@ -64,7 +64,7 @@ def main(
     batches: Sizes = "1,8",
     contexts: Sizes = "512,2048,8064",
     count: Annotated[int, typer.Option(help="Steps of each turn.")] = 6,
-    text: Annotated[Path, typer.Option(help="What the perplexity is of.")] = ROOT / "docs" / "architecture.md",
+    text: Annotated[Path, typer.Option(help="What the perplexity is of.")] = ROOT / "docs" / "graphs.md",
     length: Annotated[int, typer.Option(help="Tokens of it.")] = 2048,
     skip_perplexity: Annotated[bool, typer.Option(help="Time the steps alone.")] = False,
     out: OutFolder = None,

@@ -43,7 +43,7 @@ from harness import (
     write,
 )
 
-TEXTS = ("LICENSE", "docs/architecture.md")
+TEXTS = ("LICENSE", "docs/graphs.md")
 TEXT_TOKENS = 768  # of each
 BATCH_SIZES = (1, 8)
 NEW_TOKENS, TURNS = 32, 3

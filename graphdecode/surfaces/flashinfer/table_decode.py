@@ -91,8 +91,8 @@ def trtllm_batch_decode_with_kv_cache(
         lse: where to write the log-sum-exps, fp32 [b * q_len_per_req, num_qo_heads], contiguous.
         return_lse: whether to return them.
         bmm1_scale_log2: one float32 on the device, bmm1_scale * log2(e); takes precedence over a tensor `bmm1_scale`.
-        enable_pdl, backend, multi_ctas_kv_counter_buffer, bf16q_fp8kv_transform_mode, request_order and
-            request_order_plan: hints, without effect.
+        enable_pdl, backend, multi_ctas_kv_counter_buffer, bf16q_fp8kv_transform_mode: hints, without effect.
+        request_order, request_order_plan: likewise.
         others: of fp4 results, tree masks, rows of several numbers of queries, sparse attention, scales of fp4 caches
             and caches split among ranks; what is not neutral is refused.
 

@@ -46,7 +46,8 @@ class InferenceParams:
         cu_seqlens_kv: int32 [max_batch + 1], sums of the lengths after the step; likewise.
         cache_manager: the manager of the cache.
         batch_size: rows of the last `pre_step`.
-        and the other arguments, with defaults filled in.
+
+    The other arguments are attributes, too, with defaults filled in.
 
     Raises:
         ValueError: a size is missing or is not a positive integer, or the format is unknown.
