@@ -30,10 +30,15 @@ from graphdecode.graphs import BucketReport, GraphReport, GraphTable
 from graphdecode.kernels.linear.add_adapters import NO_ADAPTER
 from graphdecode.kernels.native import library as native
 from graphdecode.kernels.native.instructions import instructions
-from graphdecode.memory import ReservedMemory, check_can_release, release_memory
+from graphdecode.memory import (
+    ReservedMemory,
+    check_can_release,
+    release_memory,
+    start_joining_pages,
+    wait_for_joined_pages,
+)
 from graphdecode.models import Model
 from graphdecode.models.adapters import Adapter
-from graphdecode.models.load import start_joining_pages, wait_for_joined_pages
 from graphdecode.models.updates import NamedTensors, copy_weights
 
 SLEEP_TAGS = ("weights", "kv_cache")  # vLLM's tags
@@ -251,7 +256,7 @@ class Runner:
             self._synchronize()
         self.reload = reload
         if self.is_cpu:
-            start_joining_pages(self.model)
+            start_joining_pages(self.model.constants)
 
     def prepare_sleep(self, *, weights: bool) -> None:
         """Do what can be refused, before `release_memory`: weights in reserved memory are copied unless dropped."""

@@ -1,15 +1,15 @@
-"""Memory of devices: how much there is, released to the system, reserved; and the garbage collector."""
+"""Memory of devices: how much there is, released, reserved, in huge pages; and the garbage collector."""
 
 from .available import Memory, free_bytes, host_memory, resident_bytes, total_bytes
 from .garbage import collector_paused, collector_spared
-from .release import advise, check_can_release, release_memory, storage_spans
+from .huge_pages import start_joining_pages, wait_for_joined_pages
+from .release import check_can_release, release_memory, trim_heap
 from .reserved import GRANULE, ReservedMemory, check_can_reserve
 
 __all__ = [
     "GRANULE",
     "Memory",
     "ReservedMemory",
-    "advise",
     "check_can_release",
     "check_can_reserve",
     "collector_paused",
@@ -18,6 +18,8 @@ __all__ = [
     "host_memory",
     "release_memory",
     "resident_bytes",
-    "storage_spans",
+    "start_joining_pages",
     "total_bytes",
+    "trim_heap",
+    "wait_for_joined_pages",
 ]

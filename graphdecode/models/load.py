@@ -1,18 +1,12 @@
 """Loads a decoder from a source of weights, each tensor directly into its place."""
 
-import ctypes
 import logging
 import math
-import os
 import platform
-import sys
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from threading import Thread
-from threading import enumerate as enumerate_threads
 from typing import Protocol, cast
 
 import torch
@@ -31,7 +25,7 @@ from graphdecode.linear.kept import KeptPanels
 from graphdecode.linear.linear_choice import ChoiceCache, LinearTuner
 from graphdecode.linear.tiles import KeptTiles
 from graphdecode.linear.weight_form import PLAIN_DTYPES, FormOptions, LinearNames, TensorSource
-from graphdecode.memory import advise, storage_spans
+from graphdecode.memory import start_joining_pages, trim_heap
 from graphdecode.models.adapters import AdapterSlots
 from graphdecode.models.cache_scales import read_cache_scales
 from graphdecode.models.checkpoint import Checkpoint
@@ -49,7 +43,7 @@ from graphdecode.models.shapes import RandomWeights
 from graphdecode.models.split import SplitSource, split_config
 from graphdecode.models.transformers_backend import AdoptedConfig, AdoptedFolder
 from graphdecode.models.updates import ReplacedTensors
-from graphdecode.models.weight_map import Part, WeightMap, parts, runs_of
+from graphdecode.models.weight_map import Part, WeightMap, parts
 from graphdecode.models.weights import Weights, can_adapt, is_of_experts
 
 log = logging.getLogger(__name__)
@@ -117,29 +111,6 @@ def adopted(source: Source, model_impl: str = "auto", *, trust_remote_code: bool
         if not isinstance(name, str) or name in known_families():  # the native path reports a missing name
             return None
     return AdoptedFolder(folder, trust_remote_code=trust_remote_code)
-
-
-HUGE_PAGE = 2 << 20
-_LEAST_SHARE = 0.75  # of a huge page that weights must fill; the rest is wasted
-_JOINING = "graphdecode-huge-pages"  # name of the threads
-_COLLAPSE = 25  # MADV_COLLAPSE (Linux 6.1) is synchronous, and works if huge pages are only on request
-
-
-def join_pages(tensors: Iterable[Tensor]) -> None:
-    """Back CPU tensors with huge pages if the system supports them; values and addresses do not change."""
-    if sys.platform != "linux" or HUGE_PAGE % os.sysconf("SC_PAGE_SIZE"):
-        return
-    advise(filled_pages(storage_spans(tensors)), _COLLAPSE)
-
-
-def filled_pages(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return the spans of huge pages that address spans fill, or nearly fill."""
-    filled: Counter[int] = Counter()
-    for begin, end in spans:
-        for page in range(begin // HUGE_PAGE, -(-end // HUGE_PAGE)):
-            filled[page] += min(end, (page + 1) * HUGE_PAGE) - max(begin, page * HUGE_PAGE)
-    full = [page for page, count in filled.items() if count >= _LEAST_SHARE * HUGE_PAGE]
-    return [(first * HUGE_PAGE, last * HUGE_PAGE + HUGE_PAGE) for first, last in runs_of(full)]
 
 
 _DEQUANTIZE = "none"  # value of `quantize` for dequantizing stored weights
@@ -375,11 +346,11 @@ def load_model(
         adapters = AdapterSlots(*slots, options.dtype, device, whole, layouts) if max_adapters else None
         weights = Weights(weights_from, own, options, positions, family.norm_offset, shared, adapters)
         loaded = _build(config, weights, scales, weight_map, progress)
-    return_free_memory()
+    trim_heap()
     if device.type == "cuda":
         torch.cuda.empty_cache()  # the KV cache is sized by free memory, and tuning has allocated much
     elif device.type == "cpu" and replaced is None:
-        start_joining_pages(loaded)
+        start_joining_pages(loaded.constants)
     return loaded
 
 
@@ -491,7 +462,7 @@ def _build(
     for index in tqdm(numbers, desc="loading", unit="layer", disable=None, leave=False) if progress else numbers:
         layers.append(family.layer(config, weights, index))
         if index % _TRIMMED_LAYERS == 0:
-            return_free_memory()
+            trim_heap()
     head = family.head(config, weights, stem)
     decoder = Decoder(config, stem, layers, head, cache_scales=scales, adapters=weights.adapters)
     if weights.adapters is not None:
@@ -503,18 +474,6 @@ def _build(
             names += [HEAD] * ("lm_head" not in whole)
             weights.adapters.bases.update({name.removesuffix(".weight"): stem.embedding for name in names})
     return decoder
-
-
-def start_joining_pages(model: Model) -> None:
-    """Call `join_pages` in a thread, since the system copies only half a gigabyte per second."""
-    Thread(target=join_pages, args=([*model.constants],), name=_JOINING, daemon=True).start()
-
-
-def wait_for_joined_pages() -> None:
-    """Wait for the threads of `start_joining_pages`, which make memory resident."""
-    for thread in enumerate_threads():
-        if thread.name == _JOINING:
-            thread.join()
 
 
 def _check_invariance(config: ModelShape, options: FormOptions) -> None:
@@ -535,11 +494,3 @@ def _check_invariance(config: ModelShape, options: FormOptions) -> None:
         if rope_dim % (2 * native.LANES):  # else torch attends
             multiple = f"a qk_rope_head_dim that is a multiple of {2 * native.LANES}"
             raise ArgumentError(f"batch_invariant=True needs {multiple} on a CPU, got {rope_dim}")
-
-
-def return_free_memory() -> None:
-    """Return freed heap memory to the system; packing weights leaves holes of up to a fifth of the model."""
-    if sys.platform == "linux":
-        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's
-        if trim is not None:
-            trim(0)

@@ -24,7 +24,7 @@ from graphdecode.engine import Engine, Event, RequestMetrics
 from graphdecode.engine.constraint import Constraint, ConstraintError
 from graphdecode.engine.loading import load_engine
 from graphdecode.errors import AnswerError, ArgumentError, EngineStateError, GraphdecodeError
-from graphdecode.models.load import return_free_memory
+from graphdecode.memory import trim_heap
 from graphdecode.profiling.environment import cache_bytes, read_bandwidth
 from graphdecode.server import messages
 from graphdecode.server.http import REFUSED, SLEEPING
@@ -97,7 +97,7 @@ class EngineProcess:
                 known.set_result(message.automaton)
         elif isinstance(message, messages.DropGrammar):
             self._cancel_unused(self._compiled.pop(message.grammar, None))
-            self._compilers.submit(return_free_memory)  # a grammar is scattered over the heap
+            self._compilers.submit(trim_heap)  # a grammar is scattered over the heap
         elif isinstance(message, messages.ChangeAdapter):
             self._loaders.submit(self._change_adapter, message)  # no step waits for a file
         elif isinstance(message, messages.Control):
