@@ -50,7 +50,6 @@ MAX_IMPORTS = 18
 BUSY = {  # modules that import more; the list only gets shorter
     "graphdecode.engine.loading",
     "graphdecode.models.load",
-    "graphdecode.server.completions",
 }
 MAX_KERNEL_PARAMETERS, MAX_KERNEL_LINES = 16, 100
 

@@ -20,10 +20,11 @@ from graphdecode.errors import ArgumentError
 from graphdecode.kernels.sampling.sampling_slots import SamplingCapacity
 from graphdecode.models import resolve_model_path
 from graphdecode.models.source import installable
-from graphdecode.server.completions import Prepared, prepared_chat
+from graphdecode.server.completions import prepared_chat
 from graphdecode.server.messages import EngineReady
 from graphdecode.server.preprocessing import Preprocessor
 from graphdecode.server.protocol import ChatCompletion
+from graphdecode.server.reply import Prepared
 from graphdecode.server.structured_outputs import structured_output_of_calls
 from graphdecode.server.tool_calls import (
     BARE_JSON,
