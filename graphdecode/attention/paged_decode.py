@@ -22,6 +22,11 @@ from graphdecode.kernels.cache.rope_append import rope_append
 FIXED_SPLIT = 1024  # tokens of a split in batch-invariant plans, at least
 
 
+def splits_rows(device: torch.device) -> bool:
+    """Whether rows are split over a device's processors, so that partial results need memory; on a CPU they are not."""
+    return device.type == "cuda"
+
+
 def wave_items_for(
     device: torch.device,
     *,
@@ -38,7 +43,7 @@ def wave_items_for(
     As many as run on the device at the same time, by `decode_tile`. Of a step's smaller tiles more would run: on an
     H200 more splits made steps slower.
     """
-    if device.type != "cuda":
+    if not splits_rows(device):
         return 1
     tile = decode_tile(q_len * num_qo_heads // num_kv_heads, head_dim, head_dim_v, dtype, kv_dtype)
     processors = torch.cuda.get_device_properties(device).multi_processor_count
@@ -49,7 +54,7 @@ def new_split_plan(
     device: torch.device, rows: int, items: int, num_qo_heads: int, head_dim_v: int, q_len: int = 1
 ) -> SplitPlan:
     """Return a plan of at most `items` work items, and the workspace of `q_len` queries a row."""
-    splits = items if device.type == "cuda" else 1  # nothing is split on a CPU
+    splits = items if splits_rows(device) else 1
     ints, floats = (partial(torch.zeros, dtype=dtype, device=device) for dtype in (torch.int32, torch.float32))
     sizes = (splits, q_len, num_qo_heads)
     workspace = (floats(*sizes, head_dim_v), floats(*sizes, 2), ints(rows * q_len * num_qo_heads))

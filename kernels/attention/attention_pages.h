@@ -33,15 +33,10 @@ INLINE int64_t window_at(struct logits of, int64_t position) {
 /* Whether logits are something else than a positive multiple of the products. */
 INLINE int are_changed(struct logits of) { return of.cap > 0.0f || of.scale <= 0.0f; }
 
-/* Changed logits: scale * products, or cap * tanh(scale * products / cap), where tanh(x) = 1 - 2 / (e^2x + 1), and of
- * small x its series, for the difference would cancel. */
+/* Changed logits: scale * products, or cap * tanh(scale * products / cap). */
 INLINE vec logits_from(vec products, struct logits of) {
     if (of.cap <= 0.0f) return products * of.scale;
-    vec x = products * (of.scale / of.cap), square = x * x;
-    vec far = 1.0f - 2.0f / (exp_lanes(x + x) + 1.0f);
-    vec near = x * (1.0f + square * (-0.33333334f + square * (0.13333334f + square * -0.053968254f)));
-    ivec is_near = square < 0.04f;
-    return of.cap * (vec)((is_near & (ivec)near) | (~is_near & (ivec)far));
+    return of.cap * tanh_lanes(products * (of.scale / of.cap));
 }
 
 /* Logits that are not changed stay products: a weight is the power of a difference of two of them, so that the largest

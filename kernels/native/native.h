@@ -339,6 +339,14 @@ static inline vec exp_lanes(vec v) {
     return (vec)(~tiny & (ivec)power);
 }
 
+/* tanh: 1 - 2 / (e^2x + 1), and of small x its series, for the difference would cancel. */
+static inline vec tanh_lanes(vec x) {
+    vec square = x * x, far = 1.0f - 2.0f / (exp_lanes(x + x) + 1.0f);
+    vec near = x * (1.0f + square * (-0.33333334f + square * (0.13333334f + square * -0.053968254f)));
+    ivec is_near = square < 0.04f;
+    return (vec)((is_near & (ivec)near) | (~is_near & (ivec)far));
+}
+
 #ifndef float_of_f16 /* to nearest, ties to even; what is too large becomes infinite, a NaN stays one */
 static inline float float_of_f16(uint16_t value) {
     _Float16 half;

@@ -39,8 +39,8 @@ TOY = {
         ),
         ("options->is_chunked};", "options->is_chunked, (float)options->lift};"),
         ("return of.cap > 0.0f || ", "return of.cap > 0.0f || of.lift != 0.0f || "),
-        ("+ 1.0f)) * unit;", "+ 1.0f) + of.lift) * unit;"),
-        ("(of.scale * unit);", "(of.scale * unit) + of.lift * unit;"),
+        ("return products * of.scale;", "return products * of.scale + of.lift;"),
+        ("(of.scale / of.cap));", "(of.scale / of.cap)) + of.lift;"),
     ],
 }
 CHECK = """

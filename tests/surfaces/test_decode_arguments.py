@@ -15,7 +15,7 @@ from graphdecode import (
     Slot,
     StepBuffers,
 )
-from graphdecode.decode import fast_decode_plan
+from graphdecode.decode import fast_decode_plan, trtllm_batch_decode_with_kv_cache
 
 HEADS, KV_HEADS, DIM, PAGE = 8, 2, 64, 8
 SCALE = DIM**-0.5
@@ -187,13 +187,48 @@ def test_a_table_has_no_buffer_of_a_fixed_address(device):
         planned(rows, wrapper, block_tables=rows.table, indices=None)
 
 
-def test_a_workspace_of_the_told_size_is_enough(device):
-    rows, q = rows_of([3000, 0, 40], device), queries(3, device)
-    sizes = (HEADS, KV_HEADS, DIM, PAGE)
-    floats, integers = wrapper_of(device).workspace_size(rows.indptr, rows.indices, rows.last_page_len, *sizes)
+@pytest.mark.parametrize("options", [{}, {"fixed_split_size": 32}])
+def test_a_workspace_of_the_told_size_is_enough_and_a_smaller_one_is_not(options, backend):
+    rows, q = rows_of([700, 0, 40], backend), queries(3, backend)
+    pages = (rows.indptr, rows.indices, rows.last_page_len, HEADS, KV_HEADS, DIM, PAGE)
+    floats, integers = wrapper_of(backend).workspace_size(*pages, q_data_type="float32", **options)
     assert integers > 0
-    wrapper = BatchDecodeWithPagedKVCacheWrapper(torch.zeros(max(floats, 1), dtype=torch.uint8, device=device))
-    assert_near(ran(rows, q, planned(rows, wrapper)), rows.expected(q, 1, Options(SCALE))[0])
+
+    def attended(size):
+        wrapper = BatchDecodeWithPagedKVCacheWrapper(torch.zeros(size, dtype=torch.uint8, device=backend))
+        return ran(rows, q, planned(rows, wrapper, **options))
+
+    assert_near(attended(max(floats, 1)), rows.expected(q, 1, Options(SCALE))[0])
+    if floats:  # fewer splits would do, but for those that are fixed, and for a row each
+        with pytest.raises(ValueError, match="float_workspace_buffer"):
+            attended(floats - 4 if options else 4 * HEADS * (DIM + 2) * 2)
+
+
+@pytest.mark.parametrize("wrong", [-1, 99])
+@pytest.mark.parametrize("given", ["indices", "block_tables", "trtllm"])
+def test_pages_that_there_are_not_are_refused_by_name_where_they_are_on_the_host(given, wrong):
+    rows, q = rows_of(LENS, "cpu"), queries(4, "cpu")
+    table, out = rows.table.clone(), torch.zeros(4, HEADS, DIM)
+    table[2, 4] = wrong
+    if given == "trtllm":
+        caches = (torch.zeros(1), table, lengths(rows, "cpu"), 40, SCALE)
+        with pytest.raises(ValueError, match=r"pages must be in 0\.\..* in block_tables"):
+            trtllm_batch_decode_with_kv_cache(q, (rows.k_cache, rows.v_cache), *caches, kv_layout="NHD", out=out)
+        assert not out.any()
+        return
+    numbers = rows.indices.clone()
+    numbers[-2] = wrong  # the row before the last one's last
+    options = {"indices": numbers} if given == "indices" else {"block_tables": table, "indices": None}
+    wrapper = planned(rows, wrapper_of("cpu"), **options)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=rf"pages must be in 0\.\..* in {given}"):
+            ran(rows, q, wrapper, out=out)
+    assert not out.any()
+    table[2, 4] = rows.table[2, 4]
+    table[0, 3:], table[1] = wrong, wrong  # behind their lengths
+    assert_near(
+        ran(rows, q, planned(rows, wrapper, block_tables=table, indices=None)), rows.expected(q, 1, Options(SCALE))[0]
+    )
 
 
 def test_the_old_names_plan_and_attend(device):

@@ -101,10 +101,11 @@ def test_a_chunk_that_does_not_fit_changes_nothing(device, rows, options, given,
     assert all(not stored.any() for stored in cache.tensors().values())
 
 
-def test_todays_seventh_argument_is_refused_by_name(device):
+@pytest.mark.parametrize("behind", [(None, True), (True,), (False,)])
+def test_todays_seventh_argument_is_refused_by_name_and_a_bool_in_the_sixth_place(device, behind):
     cache, new = make(device), new_tokens(1, 1, device)
     with pytest.raises(ValueError, match="is_chunked_prefill"):
-        cache.update_cache(False, ids([0], device), ids([[3]], device), new, LENGTH, None, True)
+        cache.update_cache(False, ids([0], device), ids([[3]], device), new, LENGTH, *behind)
     assert all(not stored.any() for stored in cache.tensors().values())
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from graphdecode.attention.append import KV_LAYOUTS, PagedCache, paged_caches
-from graphdecode.attention.paged_decode import FIXED_SPLIT
+from graphdecode.attention.paged_decode import FIXED_SPLIT, splits_rows
 from graphdecode.cache.errors import require_choice, require_fit, require_range, require_tensors
 from graphdecode.errors import shown
 from graphdecode.kernels.attention.attention_plan import WAVES_WHEN_FULL, PlanSizes, plan_size, work_items
@@ -25,7 +26,6 @@ from .decode_problem import (
     DecodeProblem,
     check_result,
     exact_queries,
-    planned_dtypes,
     require_neutral,
     sinks_of,
 )
@@ -81,6 +81,8 @@ class BatchDecodeWithPagedKVCacheWrapper:
         self._rows = self._max_items = 0
         self._pages: PageLists | None = None  # of the plan
         self._buffers: PageLists | None = None  # the caller's
+        self._on_host: PageLists | None = None  # the plan's, if page numbers are known
+        self._checked: set[tuple[int, int]] = set()  # (pages of a cache, tokens of a window) that these fit
         if use_cuda_graph:
             indptr, indices, last_page_len = self._checked_buffers(
                 paged_kv_indptr_buffer=paged_kv_indptr_buffer,
@@ -162,7 +164,8 @@ class BatchDecodeWithPagedKVCacheWrapper:
 
         Args:
             indptr: int32 [b + 1], where each row's pages begin in `indices`.
-            indices: int32, pages of all rows, one row after another; None: `block_tables` names them.
+            indices: int32, pages of all rows, one row after another; None: `block_tables` names them. Numbers in host
+                memory are compared with the cache by the next `run`; those on a GPU are not read on the host.
             last_page_len: int32 [b], tokens in each row's last page, 1..page_size; anything for rows without pages;
                 None: `seq_lens` says how long rows are.
             num_qo_heads: query heads, a multiple of num_kv_heads.
@@ -193,18 +196,11 @@ class BatchDecodeWithPagedKVCacheWrapper:
         Raises:
             ValueError: an argument does not fit; nothing has changed then.
         """
-        problem = DecodeProblem(
-            num_qo_heads, num_kv_heads, head_dim, *planned_dtypes(q_data_type, kv_data_type, data_type),
-            pos_encoding_mode, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta, page_size, q_len_per_req,
-            o_data_type,
-        )  # fmt: skip
-        self._check_queries(q_len_per_req)
+        problem, pages, fixed_split = self._asked(locals())
         if window_right != 0:
             raise ValueError(f"window_right must be 0: no query sees keys behind its own, got {shown(window_right)}")
         if is_causal is not None and not is_causal and q_len_per_req > 1:
             raise ValueError(f"is_causal must be True with q_len_per_req={q_len_per_req}, got {shown(is_causal)}")
-        fixed_split = self._fixed_split(fixed_split_size, disable_split_kv, page_size)
-        pages = PageLists.of(indptr, indices, last_page_len, block_tables, seq_lens, page_size)
         self._plan_rows(problem, pages, fixed_split, non_blocking=non_blocking)
 
     begin_forward = plan
@@ -241,17 +237,17 @@ class BatchDecodeWithPagedKVCacheWrapper:
 
         Arguments and errors are those of `plan`; nothing is planned.
         """
-        problem = DecodeProblem(
-            num_qo_heads, num_kv_heads, head_dim, *planned_dtypes(q_data_type, kv_data_type, data_type),
-            pos_encoding_mode, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta, page_size, q_len_per_req,
-            o_data_type,
-        )  # fmt: skip
-        self._check_queries(q_len_per_req)
-        fixed_split = self._fixed_split(fixed_split_size, disable_split_kv, page_size)
-        pages = PageLists.of(indptr, indices, last_page_len, block_tables, seq_lens, page_size)
+        problem, pages, fixed_split = self._asked(locals())
         rows, items, _ = self._most_items(problem, pages, fixed_split)
-        floats = items * problem.floats_of_item if self._device.type == "cuda" else 0
+        floats = items * problem.floats_of_item if splits_rows(self._device) else 0
         return 4 * floats, 4 * (rows + plan_size(items) + rows * q_len_per_req * num_qo_heads)
+
+    def _asked(self, given: Mapping[str, Any]) -> tuple[DecodeProblem, PageLists, int]:
+        """Return what a plan's arguments say: the problem, its rows, and the tokens of a fixed split; 0: none."""
+        problem = DecodeProblem.of(given)
+        self._check_queries(problem.q_len)
+        fixed_split = self._fixed_split(given["fixed_split_size"], given["disable_split_kv"], problem.page_size)
+        return problem, PageLists.of(given), fixed_split
 
     def _check_queries(self, q_len: int) -> None:
         if q_len > 1 and not self.use_tensor_cores:
@@ -277,6 +273,7 @@ class BatchDecodeWithPagedKVCacheWrapper:
         kv_lens, plan, counters = self._plan_tensors(rows, max_items, problem.q_len * problem.num_qo_heads)
         pages.plan(kv_lens, plan, sizes)
         self._kv_lens, self._plan, self._counters = kv_lens, plan, counters
+        self._on_host, self._checked = pages if pages.table.is_cpu else given.numbers_on_host, set()
         if buffers is None:
             self._pages = pages
         else:
@@ -296,7 +293,7 @@ class BatchDecodeWithPagedKVCacheWrapper:
         """Return what rows are split by, and the most work items; partial results fit the workspace."""
         rows, items, wave_items = self._most_items(problem, pages, fixed_split)
         sizes = PlanSizes(wave_items, fixed_split, problem.window_left, problem.page_size, problem.q_len)
-        if self._device.type != "cuda":
+        if not splits_rows(self._device):
             return sizes, items
         held = self._workspace.nbytes // (4 * problem.floats_of_item)
         if held < items and not fixed_split:  # fewer splits fit too
@@ -403,6 +400,7 @@ class BatchDecodeWithPagedKVCacheWrapper:
         queries = exact_queries(q, out.dtype)
         result = out if out.dtype in OUT_DTYPES else torch.empty(out_shape, dtype=queries.dtype, device=q.device)
         how = problem.how_to_attend(q_scale, k_scale, v_scale, window_left)
+        self._check_pages(k_cache.shape[0], problem.window_of(how["options"]), problem.page_size)
         how["options"] = how["options"]._replace(sinks=sinks_of(sinks, problem.num_qo_heads, self._device))
         self._counters = self._counters_for(most * problem.q_len * problem.num_qo_heads)
         work = SplitPlan(self._kv_lens, self._plan, *self._partials(problem, v_cache.shape[-1]), self._counters)
@@ -413,6 +411,12 @@ class BatchDecodeWithPagedKVCacheWrapper:
         if result is not out:
             out.copy_(result)
         return (out, lse) if return_lse and lse is not None else out
+
+    def _check_pages(self, num_pages: int, window: int, page_size: int) -> None:
+        """Compare page numbers that are known with a cache, once a plan."""
+        if self._on_host is not None and (num_pages, window) not in self._checked:
+            self._on_host.check_numbers(page_size, num_pages, window)
+            self._checked.add((num_pages, window))
 
     def forward(
         self,
@@ -475,7 +479,7 @@ class BatchDecodeWithPagedKVCacheWrapper:
 
     def _partials(self, problem: DecodeProblem, value_dim: int) -> tuple[Tensor, Tensor]:
         shape = (self._max_items, problem.q_len, problem.num_qo_heads)
-        if self._device.type != "cuda":
+        if not splits_rows(self._device):
             nothing = torch.empty(0)
             return nothing, nothing
         floats = self._workspace.view(-1).view(torch.uint8)
@@ -518,11 +522,8 @@ def fast_decode_plan(
     A function whose first argument is the wrapper, so that it can be bound as a method; `global_override_indptr_cpu` is
     a hint, without effect.
     """
-    BatchDecodeWithPagedKVCacheWrapper.plan(
-        self, indptr, indices, last_page_len, num_qo_heads, num_kv_heads, head_dim, page_size, pos_encoding_mode,
-        window_left, logits_soft_cap, q_data_type, kv_data_type, data_type, sm_scale, rope_scale, rope_theta,
-        non_blocking, q_len_per_req, fixed_split_size=fixed_split_size, disable_split_kv=disable_split_kv,
-    )  # fmt: skip
+    given = {name: value for name, value in locals().items() if name != "global_override_indptr_cpu"}
+    BatchDecodeWithPagedKVCacheWrapper.plan(**given)
 
 
 class CUDAGraphBatchDecodeWithPagedKVCacheWrapper(BatchDecodeWithPagedKVCacheWrapper):

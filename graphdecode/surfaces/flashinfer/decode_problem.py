@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -77,15 +78,22 @@ class DecodeProblem:
     head_dim: int
     q_dtype: torch.dtype
     kv_dtype: torch.dtype
-    pos_encoding_mode: str
-    window_left: int
-    logits_soft_cap: float | None
-    sm_scale: float | None
-    rope_scale: float | None
-    rope_theta: float | None
+    pos_encoding_mode: str = "NONE"
+    window_left: int = -1
+    logits_soft_cap: float | None = None
+    sm_scale: float | None = None
+    rope_scale: float | None = None
+    rope_theta: float | None = None
     page_size: int = 1
     q_len: int = 1
     o_data_type: str | torch.dtype | None = None  # None: the queries'
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> DecodeProblem:
+        """Return the problem of a plan's arguments, by their published names; other names have no effect."""
+        q_dtype, kv_dtype = planned_dtypes(given["q_data_type"], given["kv_data_type"], given["data_type"])
+        named = {field.name: given[field.name] for field in fields(cls) if field.name in given}
+        return cls(**named, q_dtype=q_dtype, kv_dtype=kv_dtype, q_len=given["q_len_per_req"])
 
     def __post_init__(self) -> None:
         require_range(1, _MAX_HEADS, num_qo_heads=self.num_qo_heads, num_kv_heads=self.num_kv_heads)
@@ -163,6 +171,10 @@ class DecodeProblem:
             "v_scale": _scale_of(v_scale=v_scale),
             "positions": Positions(self.pos_encoding_mode, self.rope_scale, self.rope_theta),  # type: ignore[arg-type]
         }
+
+    def window_of(self, options: AttentionOptions) -> int:
+        """Return how many of a row's newest tokens its queries see; 0: all."""
+        return options.window_left + self.q_len if options.window_left >= 0 else 0
 
     def wave_items(self, device: torch.device, head_dim_v: int) -> int:
         """Return how many work items (times kv heads: programs) run on a device at the same time."""

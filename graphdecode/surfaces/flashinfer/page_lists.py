@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from graphdecode.kernels.attention.attention_plan import (
     check_page_lists,
     paged_attention_plan,
 )
+from graphdecode.kernels.attention.page_numbers import check_page_numbers
 
 
 class PageLists(NamedTuple):
@@ -25,19 +27,13 @@ class PageLists(NamedTuple):
     lengths: Tensor  # int32 [b], tokens in each row's last page; without `indptr` in all of them
 
     @classmethod
-    def of(
-        cls,
-        indptr: Tensor | None,
-        indices: Tensor | None,
-        last_page_len: Tensor | None,
-        block_tables: Tensor | None,
-        seq_lens: Tensor | None,
-        page_size: int,
-    ) -> PageLists:
+    def of(cls, given: Mapping[str, Any]) -> PageLists:
         """Return the rows that a plan's arguments describe; raises ValueError if these do not fit each other.
 
         No values are read, but where all are on the host.
         """
+        names = ("indptr", "indices", "last_page_len", "block_tables", "seq_lens", "page_size")
+        indptr, indices, last_page_len, block_tables, seq_lens, page_size = (given[name] for name in names)
         if seq_lens is not None:
             require_tensors(seq_lens=seq_lens)
             require_fit("seq_lens", seq_lens, ("rows",), torch.int32)
@@ -87,6 +83,12 @@ class PageLists(NamedTuple):
         """Whether lengths can be read without waiting for a device."""
         return self.lengths.is_cpu and (self.indptr is None or self.indptr.is_cpu)
 
+    @property
+    def numbers_on_host(self) -> PageLists | None:
+        """A copy of these if page numbers can be read without waiting for a device."""
+        is_known = self.table.is_cpu and self.is_on_host
+        return self.on(self.table.device, non_blocking=False) if is_known else None
+
     def check_fit(self, buffers: PageLists) -> None:
         """Raise a ValueError if these do not fit into buffers of fixed addresses."""
         if self.indptr is None:
@@ -100,6 +102,10 @@ class PageLists(NamedTuple):
         """Raise a ValueError for lists on the host that no row could have."""
         if self.indptr is not None and self.is_on_host:
             check_page_lists(self.indptr.numpy(), self.lengths.numpy(), self.table.shape[0], page_size)
+
+    def check_numbers(self, page_size: int, num_pages: int, window: int) -> None:
+        """Raise a ValueError for a page on the host that a pool does not have; a window reads its tokens' alone."""
+        check_page_numbers(self.table, self.indptr, self.lengths, page_size, num_pages, window)
 
     def on(self, device: torch.device, *, non_blocking: bool) -> PageLists:
         """Return these on a device; what is in host memory is copied, whatever the device."""

@@ -13,6 +13,7 @@ from graphdecode.attention.paged_decode import new_split_plan
 from graphdecode.cache.errors import require_choice, require_fit, require_numbers, require_range, require_tensors
 from graphdecode.kernels.attention.attention_plan import PlanSizes, attention_plan, work_items
 from graphdecode.kernels.attention.decode_attention import decode_attention
+from graphdecode.kernels.attention.page_numbers import check_page_numbers
 
 from .decode_problem import (
     FP8_DTYPES,
@@ -148,15 +149,11 @@ def xqa_batch_decode_with_kv_cache(
     q_cu_seq_lens: Tensor | None = None,
 ) -> Tensor:
     """Attend as `trtllm_batch_decode_with_kv_cache` does; arguments of the same names are the same."""
-    require_neutral(
-        o_scale=(1.0 if o_scale is None else o_scale, 1.0),
-        mask=(mask, None),
-        kv_cache_sf=(kv_cache_sf, None),
-        q_cu_seq_lens=(q_cu_seq_lens, None),
-    )
-    result = _attend(
-        query, kv_cache, block_tables, seq_lens, max_seq_len, (bmm1_scale, bmm2_scale), window_left, sinks, kv_layout,
-        q_len_per_req or 1, out, None, None, False,
+    require_neutral(q_cu_seq_lens=(q_cu_seq_lens, None))
+    result = trtllm_batch_decode_with_kv_cache(
+        query, kv_cache, workspace_buffer, block_tables, seq_lens, max_seq_len, bmm1_scale, bmm2_scale, window_left,
+        out, sinks=sinks, kv_layout=kv_layout, q_len_per_req=q_len_per_req, o_scale=o_scale, mask=mask,
+        kv_cache_sf=kv_cache_sf,
     )  # fmt: skip
     assert isinstance(result, Tensor)
     return result
@@ -191,8 +188,8 @@ def _attend(
         _number_or_tensor(name, scale, device) for name, scale in zip(_SCALES, scales, strict=True)
     )
     problem = DecodeProblem(
-        heads, kv_heads, head_dim, *planned_dtypes(query.dtype, k_cache.dtype, None), "NONE", window_left, None,
-        1.0 if isinstance(first_scale, Tensor) else first_scale, None, None, page_size, q_len,
+        heads, kv_heads, head_dim, *planned_dtypes(query.dtype, k_cache.dtype, None), window_left=window_left,
+        sm_scale=1.0 if isinstance(first_scale, Tensor) else first_scale, page_size=page_size, q_len=q_len,
     )  # fmt: skip
     problem.check_tensors(query, k_cache, device)
     rows, rest = divmod(tokens, q_len)
@@ -215,6 +212,8 @@ def _attend(
     attention_plan(work.kv_lens, work.plan, lens - 1, live, sizes)
     how = problem.how_to_attend(None, None, None)
     how["options"] = how["options"]._replace(sinks=sinks_of(sinks, heads, device))
+    if block_tables.is_cpu:
+        check_page_numbers(block_tables, None, lens, page_size, k_cache.shape[0], problem.window_of(how["options"]))
     if not isinstance(last_scale, Tensor):
         how["v_scale"] = last_scale
     is_result = out.dtype in OUT_DTYPES and not isinstance(last_scale, Tensor)

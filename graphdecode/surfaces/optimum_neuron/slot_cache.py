@@ -263,8 +263,9 @@ class SlotKVCacheManager:
             ValueError: an argument does not fit; nothing has changed.
         """
         self._check_seq_len(seq_len)
-        if isinstance(active_mask, bool):  # today's original has another argument in this place
-            raise ValueError(f"active_mask must be a tensor or None, got {active_mask}; is_chunked_prefill has a name")
+        for name, given in (("scatter_index", scatter_index), ("active_mask", active_mask)):
+            if isinstance(given, bool):  # today's original has is_chunked_prefill seventh
+                raise ValueError(f"{name} must be a tensor or None, got {given}; is_chunked_prefill has a name")
         rows, tokens = self._check_new(new_key_values, self.length if active_mask is None else self.max_length)
         targets = self._targets(kvcache_buffer)
         positions = position_ids
