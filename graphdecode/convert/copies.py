@@ -15,13 +15,14 @@ from graphdecode.convert.gguf_model import GgufModel
 from graphdecode.errors import ArgumentError
 from graphdecode.linear.weight_form import Stored
 from graphdecode.models.checkpoint import Checkpoint
+from graphdecode.models.describe import check_model
 from graphdecode.models.family import family_of
 from graphdecode.models.fit import fitted_config
 from graphdecode.models.gguf.files import shards_of
 from graphdecode.models.gguf.source import Gguf
 from graphdecode.models.gguf.tokenizer import vocabulary_fields
-from graphdecode.models.load import check_model, open_source
 from graphdecode.models.quantized.on_load import FORMS_OF, quantized_on_load
+from graphdecode.models.source import open_source
 from graphdecode.models.weight_map import parts
 from graphdecode.text.tokenizer import load_tokenizer
 

@@ -42,7 +42,7 @@ from graphdecode.models import (
     resolve_dtype,
     resolve_model_path,
 )
-from graphdecode.models.load import open_source
+from graphdecode.models.source import open_source
 from graphdecode.models.split import split_config
 from graphdecode.models.updates import (
     NamedTensors,

@@ -3,20 +3,13 @@
 from graphdecode.models.checkpoint import generation_defaults
 from graphdecode.models.config import ModelConfig, ModelShape, UnsupportedModelError
 from graphdecode.models.decoder import Decoder
+from graphdecode.models.describe import adapter_bytes, check_model, describe_model, num_parameters
+from graphdecode.models.device import resolve_device, resolve_dtype
 from graphdecode.models.family import Family, config_of, register_family
-from graphdecode.models.load import (
-    adapter_bytes,
-    check_model,
-    describe_model,
-    load_model,
-    num_parameters,
-    register_source,
-    resolve_device,
-    resolve_dtype,
-    weight_bytes,
-)
+from graphdecode.models.load import load_model, weight_bytes
 from graphdecode.models.model import Chunks, Model
-from graphdecode.models.source import ModelSourceError, resolve_model_path
+from graphdecode.models.model_path import ModelSourceError, resolve_model_path
+from graphdecode.models.source import register_source
 from graphdecode.models.weight_map import CheckpointError
 
 __all__ = [

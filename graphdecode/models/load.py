@@ -1,13 +1,10 @@
-"""Loads a decoder from a source of weights, each tensor directly into its place."""
+"""Loads a model from a source of weights."""
 
 import logging
 import math
-import platform
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol, cast
 
 import torch
 from torch import Tensor
@@ -15,9 +12,7 @@ from tqdm import tqdm
 
 from graphdecode.distributed import Collectives
 from graphdecode.errors import ArgumentError
-from graphdecode.extensions import EntryPoints, refuse_taken
 from graphdecode.kernels.native import library as native
-from graphdecode.kernels.native.instructions import MissingInstructions, instructions
 from graphdecode.linear.forms import check_options, has_form, quantized_form
 from graphdecode.linear.gguf_blocks import BLOCK_OF
 from graphdecode.linear.groups import GROUP_TYPES, KEPT_GROUPS
@@ -28,213 +23,27 @@ from graphdecode.linear.weight_form import PLAIN_DTYPES, FormOptions, LinearName
 from graphdecode.memory import start_joining_pages, trim_heap
 from graphdecode.models.adapters import AdapterSlots
 from graphdecode.models.cache_scales import read_cache_scales
-from graphdecode.models.checkpoint import Checkpoint
-from graphdecode.models.config import DTYPES, ModelConfig, ModelShape
+from graphdecode.models.config import ModelConfig, ModelShape
 from graphdecode.models.decoder import Decoder
-from graphdecode.models.family import HEAD, family_of, known_families
-from graphdecode.models.fields import read_json
+from graphdecode.models.describe import adopted_folder, num_parameters
+from graphdecode.models.device import resolve_dtype
+from graphdecode.models.family import HEAD, family_of
 from graphdecode.models.fit import checked_weight_map, fitted_config, skipped_tensors, summary
-from graphdecode.models.gguf.source import Gguf
 from graphdecode.models.model import Model
-from graphdecode.models.multimodal import text_settings
 from graphdecode.models.quantized.methods import METHODS
 from graphdecode.models.quantized.on_load import FORMS_OF, QuantizingSource, quantized_on_load
-from graphdecode.models.shapes import RandomWeights
+from graphdecode.models.source import Source, open_source
 from graphdecode.models.split import SplitSource, split_config
 from graphdecode.models.transformers_backend import AdoptedConfig, AdoptedFolder
-from graphdecode.models.updates import ReplacedTensors
 from graphdecode.models.weight_map import Part, WeightMap, parts
-from graphdecode.models.weights import Weights, can_adapt, is_of_experts
+from graphdecode.models.weights import Weights, can_adapt
 
 log = logging.getLogger(__name__)
 
 
-class Source(TensorSource, Protocol):
-    """One model: its configuration, and its tensors."""
-
-    name: str  # the model's name, for messages
-
-    def __init__(self, model: str | Path) -> None: ...
-
-    @classmethod
-    def opens(cls, model: str | Path) -> bool:
-        """Whether the model's name is of this kind; existence is not checked."""
-
-    def config(self) -> ModelConfig:
-        """Return the configuration, without reading tensors; raise UnsupportedModelError if it is not supported."""
-
-
-SOURCES: list[type[Source]] = [RandomWeights, Gguf, Checkpoint]  # the first whose `opens` is true is used
-
-
-def register_source(source: type[Source], *, replace: bool = False) -> None:
-    """Register a kind of source, which takes precedence over the known ones.
-
-    Raises:
-        ArgumentError: the name is taken, and `replace` is False.
-    """
-    refuse_taken("a source", source.__name__, any(each.__name__ == source.__name__ for each in SOURCES), replace)
-    SOURCES.insert(0, source)
-
-
-_OUTSIDE = EntryPoints("graphdecode.sources", lambda _, source: register_source(source), SOURCES)
-
-
-def open_source(model: str | Path, replaced: Mapping[str, Tensor] | None = None) -> Source:
-    """Return the source of a model: random weights of a shape, a GGUF file, a folder, or a registered kind.
-
-    `replaced`: tensors that replace some of the source's; see `ReplacedTensors`.
-    """
-    _OUTSIDE.find()
-    source = next(source for source in SOURCES if source.opens(model))(model)
-    return cast(Source, ReplacedTensors(source, replaced)) if replaced else source
-
-
 _Compiled = Callable[[torch.dtype | None], object]  # whether there are compiled kernels for a dtype
-_TRIMMED_LAYERS = 4  # layers between two calls of `malloc_trim`, which takes milliseconds
-MODEL_IMPLS = ("auto", "native", "transformers")
-
-
-def adopted(source: Source, model_impl: str = "auto", *, trust_remote_code: bool = False) -> AdoptedFolder | None:
-    """Return the source's model to be run by transformers; None if a family of ours runs it."""
-    if model_impl not in MODEL_IMPLS:
-        raise ArgumentError(f"model_impl must be one of {', '.join(MODEL_IMPLS)}, got {model_impl!r}")
-    folder: Path | None = getattr(source, "folder", None)
-    if model_impl == "native" or (folder is None and model_impl == "auto"):
-        return None
-    if folder is None:
-        raise ArgumentError(f"model_impl='transformers' runs checkpoint folders, and {source.name} is none")
-    file = folder / "config.json"
-    if model_impl == "auto":
-        named = text_settings(read_json(file)).get("architectures") if file.exists() else None
-        name = named[0] if isinstance(named, list) and named else None
-        if not isinstance(name, str) or name in known_families():  # the native path reports a missing name
-            return None
-    return AdoptedFolder(folder, trust_remote_code=trust_remote_code)
-
-
+_TRIMMED_LAYERS = 4  # layers between two calls of `trim_heap`, which takes milliseconds
 _DEQUANTIZE = "none"  # value of `quantize` for dequantizing stored weights
-
-
-def resolve_device(device: str | torch.device) -> torch.device:
-    """Return an available device; `"auto"`: CUDA if available, else the CPU.
-
-    Raises:
-        ArgumentError: it is unknown or absent, or GRAPHDECODE_ISA names instructions that the processor lacks.
-    """
-    try:
-        instructions()
-    except MissingInstructions as error:
-        raise ArgumentError(str(error)) from error
-    resolved = None
-    with suppress(RuntimeError):
-        resolved = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
-    if resolved is None or resolved.type not in ("cpu", "cuda"):
-        raise ArgumentError(f"device must be auto, cpu or cuda, got {device!r}")
-    index = resolved.index or 0
-    if resolved.type == "cpu":
-        if index:
-            raise ArgumentError(f"device is {device}, but there is one CPU: cpu")
-        return torch.device("cpu")  # without an index, as tensors have it
-    if not torch.cuda.is_available():
-        raise ArgumentError("device is cuda, but torch finds no CUDA device here")
-    if index >= torch.cuda.device_count():
-        raise ArgumentError(f"device is {device}, but there are {torch.cuda.device_count()} CUDA devices")
-    return resolved
-
-
-def resolve_dtype(
-    dtype: str | torch.dtype,
-    checkpoint: torch.dtype,
-    device: torch.device,
-    *,
-    integer_quantized: bool = False,
-    compiles: bool = True,
-) -> torch.dtype:
-    """Return the compute dtype; `"auto"`: the checkpoint's, or float32 on a CPU that is slow at it.
-
-    Args:
-        dtype: a name or `"auto"`; raises ArgumentError if the name is unknown.
-        checkpoint: the checkpoint's dtype.
-        device: the compute device.
-        integer_quantized: the weights are quantized integers; `"auto"` is then float16 on a CPU.
-        compiles: whether to compile kernels to find out; False assumes that a compiler succeeds.
-    """
-    if isinstance(dtype, torch.dtype):
-        dtype = str(dtype).removeprefix("torch.")
-    if dtype == "auto":
-        checkpoint = torch.float16 if integer_quantized and device.type == "cpu" else checkpoint
-        if device.type == "cpu" and not _is_fast_on_cpu(checkpoint, native.library if compiles else native.is_expected):
-            return torch.float32
-        return checkpoint
-    if dtype not in DTYPES:
-        raise ArgumentError(f"dtype must be auto, {', '.join(DTYPES)}, got {dtype!r}")
-    return DTYPES[dtype]
-
-
-def _is_fast_on_cpu(dtype: torch.dtype, compiled: _Compiled) -> bool:
-    """Whether a CPU computes in 16 bits as fast as in 32; weights take half the time to read."""
-    is_wide = instructions().name == "portable"  # then float32's kernels are those that are needed
-    if compiled(torch.float32 if is_wide else dtype):
-        return not is_wide
-    if dtype != torch.bfloat16:
-        return False
-    if platform.machine() in ("x86_64", "AMD64"):  # oneDNN also counts emulation by AVX-512
-        checks = [getattr(torch.cpu, name, None) for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported")]
-    else:
-        checks = [getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None)]
-    return any(check is not None and check() for check in checks)
-
-
-def describe_model(
-    model: str | Path, *, model_impl: str = "auto", trust_remote_code: bool = False
-) -> ModelConfig | AdoptedConfig:
-    """Return a model's configuration, without reading weights; see `load_model` for arguments and errors."""
-    source = open_source(model)
-    by_transformers = adopted(source, model_impl, trust_remote_code=trust_remote_code)
-    return source.config() if by_transformers is None else by_transformers.config
-
-
-def check_model(
-    model: str | Path, *, model_impl: str = "auto", trust_remote_code: bool = False
-) -> ModelConfig | AdoptedConfig:
-    """Do the same, and check that the expected tensors are there, with their shapes."""
-    source = open_source(model)
-    by_transformers = adopted(source, model_impl, trust_remote_code=trust_remote_code)
-    if by_transformers is not None:
-        by_transformers.check_files(source)
-        return by_transformers.config
-    config = source.config()
-    checked_weight_map(source, source.name, config)
-    return config
-
-
-def num_parameters(config: ModelConfig | AdoptedConfig) -> int:
-    """Return the number of a model's parameters."""
-    if isinstance(config, AdoptedConfig):
-        return config.num_parameters
-    each = {
-        part.name: part.shape for part in parts(family_of(config.architecture).weights(config))
-    }  # keys may be values
-    return sum(map(math.prod, each.values()))
-
-
-def adapter_bytes(
-    config: ModelShape, slots: int, max_rank: int, dtype: torch.dtype, *, adapt_experts: bool = False
-) -> int:
-    """Return an upper bound of the bytes of adapter slots."""
-    if isinstance(config, AdoptedConfig):
-        return slots * max_rank * config.adapted_features * dtype.itemsize
-    if not slots or not isinstance(config, ModelConfig):
-        return 0
-    family = family_of(config.architecture)
-    weight_map = family.weights(config)
-    adapted = [place for place, found in weight_map.items() if can_adapt(place) and len(found[0].shape) == 2]
-    adapted += ["embedding"] * 2  # a tied output layer has its own adapters
-    of_experts = (place for place in weight_map if is_of_experts(place) and not place.endswith(".bias"))
-    adapted += of_experts if adapt_experts else []
-    features = sum(family.adapted_features(config, place, weight_map[place]) for place in adapted)
-    return slots * max_rank * features * dtype.itemsize
 
 
 def weight_bytes(
@@ -311,7 +120,7 @@ def load_model(
     source = open_source(model, replaced)
     quantize = _without_stored_method(quantize, source)
     dequantizes = quantize == _DEQUANTIZE
-    folder = adopted(source, model_impl, trust_remote_code=trust_remote_code)
+    folder = adopted_folder(source, model_impl, trust_remote_code=trust_remote_code)
     stated = source.config() if folder is None else folder.config
     config = fitted_config(source, stated, ties=ties) if isinstance(stated, ModelConfig) else stated
     if folder is not None and shared is not None:

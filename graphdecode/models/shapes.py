@@ -13,7 +13,7 @@ from graphdecode.linear.weight_form import Shard, Stored
 from graphdecode.models.config import ModelConfig
 from graphdecode.models.families import ARCHITECTURES
 from graphdecode.models.family import config_of, family_of
-from graphdecode.models.source import SHAPE_PREFIX
+from graphdecode.models.model_path import SHAPE_PREFIX
 from graphdecode.models.weight_map import parts
 
 _SIZES = (

@@ -12,7 +12,7 @@ from graphdecode.errors import GraphdecodeError, shown
 from graphdecode.memory import collector_paused
 from graphdecode.models.gguf.files import SUFFIX
 from graphdecode.models.gguf.tokenizer import read_gguf_tokenizer
-from graphdecode.models.source import ModelSourceError, refuse_pointer
+from graphdecode.models.model_path import ModelSourceError, refuse_pointer
 from graphdecode.text.light_tokenizer import LightTokenizer, is_tokenizer_error, light_folder_tokenizer
 
 _READ_BY_TRANSFORMERS = (".json", ".jinja", ".model", ".txt", ".py")

@@ -27,7 +27,7 @@ from graphdecode.models import register_family, register_source, resolve_model_p
 from graphdecode.models.checkpoint import Checkpoint
 from graphdecode.models.families.llama import Llama
 from graphdecode.models.family import FAMILIES
-from graphdecode.models.load import SOURCES
+from graphdecode.models.source import SOURCES
 
 FAMILY = """
 from graphdecode.models.families.llama import Llama

@@ -14,7 +14,7 @@ from torch import Tensor
 from graphdecode import LLM, BucketConfig, SamplingParams
 from graphdecode.linear.weight_form import Shard, Stored
 from graphdecode.models import CheckpointError, ModelConfig, config_of, register_source, resolve_model_path
-from graphdecode.models.load import SOURCES
+from graphdecode.models.source import SOURCES
 
 PROMPTS = ["417+385=", "rev oceanic=", "sort zebra="]
 CONFIG = BucketConfig(max_batch_size=2, max_sequence_length=64)

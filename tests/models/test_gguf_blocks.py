@@ -12,9 +12,10 @@ from graphdecode.linear.linear_choice import LinearTuner
 from graphdecode.linear.plain import Panels
 from graphdecode.linear.weight_form import FormOptions, LinearNames, WeightForm
 from graphdecode.linear.wrapped import Joined
-from graphdecode.models import load, load_model
+from graphdecode.models import load_model
 from graphdecode.models.blocks import Tokens
 from graphdecode.models.gguf.source import Gguf
+from graphdecode.models.source import SOURCES
 from graphdecode.models.split import SplitSource
 from graphdecode.models.weight_map import Part
 
@@ -139,7 +140,7 @@ def test_a_source_from_outside_keeps_its_blocks(tmp_path: Path, monkeypatch: pyt
         def opens(cls, model: str | Path) -> bool:
             return model == "blocks:"
 
-    monkeypatch.setattr(load, "SOURCES", [Blocks, *load.SOURCES])
+    monkeypatch.setattr("graphdecode.models.source.SOURCES", [Blocks, *SOURCES])
     asked = (("blocks:", "gguf"), (file, "gguf"), (file, "none"))
     kept, own, expanded = (load_model(model, device="cpu", quantize=each).weight_bytes for model, each in asked)
     assert kept == own < expanded

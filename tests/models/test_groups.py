@@ -17,8 +17,8 @@ import torch
 from graphdecode import LLM, GraphdecodeError, SamplingParams
 from graphdecode.linear.groups import TABLES, Groups, packed, unpacked
 from graphdecode.linear.weight_form import Shard
-from graphdecode.models import generation_defaults, resolve_model_path, source
-from graphdecode.models.source import InstallableModel, ModelInstallError
+from graphdecode.models import generation_defaults, installable, model_path, resolve_model_path
+from graphdecode.models.installable import InstallableModel, ModelInstallError
 
 ROWS, COLUMNS, GROUP = 12, 80, 32  # the last group has 16 columns
 
@@ -176,8 +176,8 @@ def test_a_path_wins_over_a_name(folders: tuple[Path, Path], tmp_path: Path, mon
 
 def test_all_models_of_the_folders_are_listed_each_once(folders: tuple[Path, Path]) -> None:
     first, second = folders
-    found = {model.name: model for model in source.local_models() if model.place not in ("shipped", "installed")}
-    assert {name: model.place for name, model in found.items()} == {
+    found = {model.name: model for model in model_path.local_models() if model.origin not in ("shipped", "installed")}
+    assert {name: model.origin for name, model in found.items()} == {
         "adder": str(first),
         "owner/name": str(second),
         "owner/small.gguf": str(second),
@@ -195,7 +195,7 @@ def test_the_cache_of_the_hub_is_listed_by_repository(folders: tuple[Path, Path]
     (repository / "refs").mkdir()
     (repository / "refs" / "main").write_text("a" * 40)
     (repository / "blobs").mkdir()
-    (cached,) = [model for model in source.local_models() if model.place == "hub cache"]
+    (cached,) = [model for model in model_path.local_models() if model.origin == "hub cache"]
     assert (cached.name, cached.path) == ("someone/adder", snapshot)
 
 
@@ -241,7 +241,8 @@ def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> InstallableModel:
     for name, value in (("NO_INDEX", "1"), ("FIND_LINKS", str(tmp_path / "index")), ("TARGET", str(site))):
         monkeypatch.setenv(f"PIP_{name}", value)
     monkeypatch.syspath_prepend(str(site))
-    monkeypatch.setattr(source, "INSTALLABLE", [TOY])
+    for module in (installable, model_path):
+        monkeypatch.setattr(module, "INSTALLABLE", [TOY])
     importlib.invalidate_caches()
     return TOY
 

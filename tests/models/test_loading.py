@@ -24,8 +24,7 @@ from graphdecode.kernels.native.instructions import Instructions, instructions
 from graphdecode.linear.kept import KeptPanels
 from graphdecode.linear.linear_choice import LinearTuner
 from graphdecode.linear.plain import Panels
-from graphdecode.models import CheckpointError, UnsupportedModelError, describe_model, load, load_model
-from graphdecode.models.load import resolve_dtype
+from graphdecode.models import CheckpointError, UnsupportedModelError, describe_model, load, load_model, resolve_dtype
 
 PROMPT = [[65, 66, 67, 68]]
 CONFIG = BucketConfig(max_batch_size=1, max_sequence_length=64)

@@ -43,8 +43,8 @@ from graphdecode.linear.weight_form import WeightForm
 from graphdecode.memory import free_bytes
 from graphdecode.models import Decoder, blocks, decoder, load_model, resolve_device
 from graphdecode.models.blocks import AppendAndAttend, Attend, ResidualStream, Stem, Tokens
+from graphdecode.models.model_path import SHAPE_PREFIX
 from graphdecode.models.shapes import shape_config
-from graphdecode.models.source import SHAPE_PREFIX
 from graphdecode.profiling.environment import read_bandwidth
 from graphdecode.profiling.latency import STEPS_PER_STAGING, LatencyProfiler, rows_at, step_bytes
 from harness import Device, Dtype, OutFolder, Rounds, Sizes, alternated, numbers, record, show, write

@@ -15,8 +15,8 @@ from graphdecode.linear.weight_form import WeightForm
 from graphdecode.linear.wrapped import Joined, Wrapped
 from graphdecode.models import Decoder
 from graphdecode.models.blocks import Block
+from graphdecode.models.model_path import SHAPE_PREFIX
 from graphdecode.models.shapes import SHAPES
-from graphdecode.models.source import SHAPE_PREFIX
 from graphdecode.profiling.latency import STEPS_PER_STAGING
 
 SMALL = {"hidden_size": 256, "intermediate_size": 512, "vocab_size": 512, "num_attention_heads": 4}

@@ -22,7 +22,7 @@ from torch import Tensor
 from graphdecode.linear.gguf_blocks import BLOCK_TYPES, BlockType, dequantize
 from graphdecode.linear.weight_form import Shard
 from graphdecode.models.config import UnsupportedModelError
-from graphdecode.models.source import refuse_pointer
+from graphdecode.models.model_path import refuse_pointer
 from graphdecode.models.weight_map import CheckpointError
 
 MAGIC = b"GGUF"

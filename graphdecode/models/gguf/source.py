@@ -16,7 +16,7 @@ from graphdecode.models.family import config_of
 from graphdecode.models.gguf.architectures import Architecture, architecture_of
 from graphdecode.models.gguf.container import GgufTensor, JoinedView, Metadata, TensorView, read_header
 from graphdecode.models.gguf.files import SUFFIX, shards_of
-from graphdecode.models.source import resolve_model_path
+from graphdecode.models.model_path import resolve_model_path
 from graphdecode.models.weight_map import CheckpointError
 
 

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from graphdecode.errors import shown
 from graphdecode.models.low_rank import AdapterError, LowRank, Stack
+from graphdecode.models.model_path import link_outside
 from graphdecode.models.peft.fields import ADAPTER_FILE, read_settings
-from graphdecode.models.source import link_outside
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 HoldingWeights: TypeAlias = Callable[[], AbstractContextManager[None]]

@@ -8,7 +8,7 @@ from typing import Any, Final
 from graphdecode.errors import shown
 from graphdecode.models.fields import UnsupportedModelError, read_json
 from graphdecode.models.low_rank import AdapterError
-from graphdecode.models.source import link_outside
+from graphdecode.models.model_path import link_outside
 
 ADAPTER_FILE = "adapter_config.json"
 HONOURED: Final = "honoured"

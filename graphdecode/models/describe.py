@@ -1,0 +1,89 @@
+"""What a model is and takes, found without reading its weights."""
+
+import math
+from pathlib import Path
+
+import torch
+
+from graphdecode.errors import ArgumentError
+from graphdecode.models.config import ModelConfig, ModelShape
+from graphdecode.models.family import family_of, known_families
+from graphdecode.models.fields import read_json
+from graphdecode.models.fit import checked_weight_map
+from graphdecode.models.multimodal import text_settings
+from graphdecode.models.source import Source, open_source
+from graphdecode.models.transformers_backend import AdoptedConfig, AdoptedFolder
+from graphdecode.models.weight_map import parts
+from graphdecode.models.weights import can_adapt, is_of_experts
+
+MODEL_IMPLS = ("auto", "native", "transformers")
+
+
+def adopted_folder(
+    source: Source, model_impl: str = "auto", *, trust_remote_code: bool = False
+) -> AdoptedFolder | None:
+    """Return the source's model to be run by transformers; None if a family of ours runs it."""
+    if model_impl not in MODEL_IMPLS:
+        raise ArgumentError(f"model_impl must be one of {', '.join(MODEL_IMPLS)}, got {model_impl!r}")
+    folder: Path | None = getattr(source, "folder", None)
+    if model_impl == "native" or (folder is None and model_impl == "auto"):
+        return None
+    if folder is None:
+        raise ArgumentError(f"model_impl='transformers' runs checkpoint folders, and {source.name} is none")
+    file = folder / "config.json"
+    if model_impl == "auto":
+        named = text_settings(read_json(file)).get("architectures") if file.exists() else None
+        name = named[0] if isinstance(named, list) and named else None
+        if not isinstance(name, str) or name in known_families():  # the native path reports a missing name
+            return None
+    return AdoptedFolder(folder, trust_remote_code=trust_remote_code)
+
+
+def describe_model(
+    model: str | Path, *, model_impl: str = "auto", trust_remote_code: bool = False
+) -> ModelConfig | AdoptedConfig:
+    """Return a model's configuration, without reading weights; see `load_model` for arguments and errors."""
+    source = open_source(model)
+    by_transformers = adopted_folder(source, model_impl, trust_remote_code=trust_remote_code)
+    return source.config() if by_transformers is None else by_transformers.config
+
+
+def check_model(
+    model: str | Path, *, model_impl: str = "auto", trust_remote_code: bool = False
+) -> ModelConfig | AdoptedConfig:
+    """Do the same, and check that the expected tensors are there, with their shapes."""
+    source = open_source(model)
+    by_transformers = adopted_folder(source, model_impl, trust_remote_code=trust_remote_code)
+    if by_transformers is not None:
+        by_transformers.check_files(source)
+        return by_transformers.config
+    config = source.config()
+    checked_weight_map(source, source.name, config)
+    return config
+
+
+def num_parameters(config: ModelConfig | AdoptedConfig) -> int:
+    """Return the number of a model's parameters."""
+    if isinstance(config, AdoptedConfig):
+        return config.num_parameters
+    weight_map = family_of(config.architecture).weights(config)
+    each = {part.name: part.shape for part in parts(weight_map)}  # keys may be values
+    return sum(map(math.prod, each.values()))
+
+
+def adapter_bytes(
+    config: ModelShape, slots: int, max_rank: int, dtype: torch.dtype, *, adapt_experts: bool = False
+) -> int:
+    """Return an upper bound of the bytes of adapter slots."""
+    if isinstance(config, AdoptedConfig):
+        return slots * max_rank * config.adapted_features * dtype.itemsize
+    if not slots or not isinstance(config, ModelConfig):
+        return 0
+    family = family_of(config.architecture)
+    weight_map = family.weights(config)
+    adapted = [place for place, found in weight_map.items() if can_adapt(place) and len(found[0].shape) == 2]
+    adapted += ["embedding"] * 2  # a tied output layer has its own adapters
+    of_experts = (place for place in weight_map if is_of_experts(place) and not place.endswith(".bias"))
+    adapted += of_experts if adapt_experts else []
+    features = sum(family.adapted_features(config, place, weight_map[place]) for place in adapted)
+    return slots * max_rank * features * dtype.itemsize
