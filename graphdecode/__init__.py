@@ -38,8 +38,12 @@ if TYPE_CHECKING:  # for type checkers and editors; a test holds this and `_MODU
     from graphdecode.graphs import GraphManager as GraphManager
     from graphdecode.surfaces.flashinfer import BatchDecodeWithPagedKVCacheWrapper as BatchDecodeWithPagedKVCacheWrapper
     from graphdecode.surfaces.flashinfer import (
+        BatchDecodeWithSharedPrefixPagedKVCacheWrapper as BatchDecodeWithSharedPrefixPagedKVCacheWrapper,
+    )
+    from graphdecode.surfaces.flashinfer import (
         CUDAGraphBatchDecodeWithPagedKVCacheWrapper as CUDAGraphBatchDecodeWithPagedKVCacheWrapper,
     )
+    from graphdecode.surfaces.flashinfer import MultiLevelCascadeAttentionWrapper as MultiLevelCascadeAttentionWrapper
     from graphdecode.surfaces.flashinfer import fast_decode_plan as fast_decode_plan
     from graphdecode.surfaces.flashinfer import single_decode_with_kv_cache as single_decode_with_kv_cache
     from graphdecode.surfaces.flashinfer import trtllm_batch_decode_with_kv_cache as trtllm_batch_decode_with_kv_cache
@@ -90,7 +94,9 @@ _NAMES = {  # module -> the public names that it has
     "graphs": ("CaptureError", "GraphManager"),
     "surfaces.flashinfer": (
         "BatchDecodeWithPagedKVCacheWrapper",
+        "BatchDecodeWithSharedPrefixPagedKVCacheWrapper",
         "CUDAGraphBatchDecodeWithPagedKVCacheWrapper",
+        "MultiLevelCascadeAttentionWrapper",
         "fast_decode_plan",
         "single_decode_with_kv_cache",
         "trtllm_batch_decode_with_kv_cache",

@@ -16,7 +16,8 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 FLOORS = (
-    ("graphdecode", "graphdecode.__main__", "graphdecode.cli", "graphdecode.decode"),  # what people import
+    # what people import
+    ("graphdecode", "graphdecode.__main__", "graphdecode.cascade", "graphdecode.cli", "graphdecode.decode"),
     ("graphdecode.server",),
     ("graphdecode.profiling",),
     ("graphdecode.convert",),

@@ -132,7 +132,6 @@ def test_the_version_is_the_installed_one() -> None:
     [
         ("BatchPrefillWithPagedKVCacheWrapper", "graphdecode.attention.cached_attention attends from many queries"),
         ("single_prefill_with_kv_cache", "LLM and Engine compute prompts"),
-        ("MultiLevelCascadeAttentionWrapper", "merge_state and merge_states"),
         ("top_k_top_p_sampling_from_probs", "SamplingParams"),
     ],
 )

@@ -21,6 +21,8 @@ NOT_OFFERED = {
     "BatchDecodeWithPagedKVCacheWrapper.is_cuda_graph_enabled": "an attribute",
     "BatchDecodeWithPagedKVCacheWrapper.resolved_backend": "there are no backends to choose from",
     "BatchDecodeWithPagedKVCacheWrapper.prewarm_paged_kv_stride_variant": "strides are arguments of the kernels",
+    "MultiLevelCascadeAttentionWrapper.is_cuda_graph_enabled": "an attribute",
+    "MultiLevelCascadeAttentionWrapper.prewarm_paged_kv_stride_variant": "strides are arguments of the kernels",
     "PagedKVCacheManager.allocate_page": "pages follow from `pre_step` alone",
     "PagedKVCacheManager.allocate_sequence": "pages follow from `pre_step` alone",
     "PagedKVCacheManager.deallocate_sequence": "pages follow from `pre_step` alone",
@@ -38,7 +40,7 @@ NOT_OFFERED = {
     "TransformerLayer.set_context_parallel_group": _TRAINING,
 }
 # classes that are not here at all
-ABSENT = {"BatchMLAPagedAttentionWrapper", "MultiLevelCascadeAttentionWrapper"}
+ABSENT = {"BatchMLAPagedAttentionWrapper"}
 ABSENT |= {"append_paged_mla_kv_cache", "top_k_top_p_sampling_from_probs"}
 # (function, parameter) -> why it has another default
 OTHER_DEFAULTS = {

@@ -27,6 +27,7 @@ _ORIGINALS: dict[str, dict[str, tuple[str, ...]]] = {
         "flashinfer/mla/_batch_mla/_wrapper.py": ("BatchMLAPagedAttentionWrapper",),
         "flashinfer/cascade.py": (
             *("merge_state", "merge_state_in_place", "merge_states", "MultiLevelCascadeAttentionWrapper"),
+            "BatchDecodeWithSharedPrefixPagedKVCacheWrapper",
         ),
         "flashinfer/page.py": (
             *("append_paged_kv_cache", "append_paged_mla_kv_cache", "get_batch_indices_positions", "get_seq_lens"),

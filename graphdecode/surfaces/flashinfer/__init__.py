@@ -9,12 +9,16 @@ from .batch_decode import (
     CUDAGraphBatchDecodeWithPagedKVCacheWrapper,
     fast_decode_plan,
 )
+from .cascade import MultiLevelCascadeAttentionWrapper
+from .shared_prefix import BatchDecodeWithSharedPrefixPagedKVCacheWrapper
 from .single_decode import single_decode_with_kv_cache
 from .table_decode import trtllm_batch_decode_with_kv_cache, xqa_batch_decode_with_kv_cache
 
 __all__ = [
     "BatchDecodeWithPagedKVCacheWrapper",
+    "BatchDecodeWithSharedPrefixPagedKVCacheWrapper",
     "CUDAGraphBatchDecodeWithPagedKVCacheWrapper",
+    "MultiLevelCascadeAttentionWrapper",
     "fast_decode_plan",
     "single_decode_with_kv_cache",
     "trtllm_batch_decode_with_kv_cache",

@@ -1,0 +1,207 @@
+"""One level of a cascade: its lists of queries and pages, what is planned of them on the device, and attention."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from graphdecode.attention.paged_decode import wave_items_for
+from graphdecode.kernels.attention.attention_plan import PlanSizes, attention_plan, plan_size, work_items
+from graphdecode.kernels.attention.attention_torch import alibi_slopes, rotate_half
+from graphdecode.kernels.attention.decode_attention import decode_attention
+from graphdecode.kernels.attention.work_item import SplitPlan
+from graphdecode.kernels.surfaces.cascade_rows import cascade_rows
+
+from .decode_problem import FP8_DTYPES, DecodeProblem
+
+_TILE_QUERIES = 64  # queries times heads of a group that share one reading of the keys
+
+
+class LevelLists(NamedTuple):
+    """Which rows of queries see which pages; all int32."""
+
+    qo_indptr: Tensor  # [rows + 1], where each row's queries begin
+    indptr: Tensor  # [rows + 1], where each row's pages begin in `indices`
+    indices: Tensor  # pages of all rows, one row after another
+    last_page_len: Tensor  # [rows], tokens in each row's last page
+
+    @property
+    def rows(self) -> int:
+        """The number of rows."""
+        return self.last_page_len.shape[0]
+
+    def copy_to(self, buffers: LevelLists) -> None:
+        """Write these into buffers that are large enough; rows past these have no queries and no pages."""
+        for buffer, tensor in zip(buffers, self, strict=True):
+            buffer[: tensor.shape[0]].copy_(tensor)
+        for buffer, tensor in ((buffers.qo_indptr, self.qo_indptr), (buffers.indptr, self.indptr)):
+            buffer[tensor.shape[0] :].copy_(tensor[-1:].expand(buffer.shape[0] - tensor.shape[0]))
+        buffers.last_page_len[self.rows :].zero_()
+
+
+class LevelRows(NamedTuple):
+    """What `cascade_rows` writes of each query of a level."""
+
+    begins: Tensor
+    lens: Tensor
+    newer: Tensor
+
+    @classmethod
+    def of(cls, lists: LevelLists, last: LevelLists, queries: int, page_size: int) -> LevelRows:
+        """Return them for so many queries; raises ValueError for lists on a CPU that cannot be."""
+        begins, lens, newer = (lists.indptr.new_empty(queries + more) for more in (1, 0, 0))
+        cascade_rows(
+            begins, lens, newer, lists.qo_indptr, last.qo_indptr, lists.indptr, lists.last_page_len, page_size,
+            lists.indices.shape[0],
+        )  # fmt: skip
+        return cls(begins, lens, newer)
+
+
+class CascadeLevel:
+    """What a level's queries see, at fixed addresses while no later plan is for more queries.
+
+    Each query is a row of the decode kernels. A level of one row is read once for all queries, as heads of one query.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.begins = self.seen = self._lens = self._ahead = self._plan = torch.zeros(
+            0, dtype=torch.int32, device=device
+        )
+        self.is_shared, self.max_items = False, 0
+
+    @property
+    def workspace(self) -> list[Tensor]:
+        """The tensors that a plan writes."""
+        return [self.begins, self.seen, self._lens, self._ahead, self._plan]
+
+    @staticmethod
+    def floats(problem: DecodeProblem, device: torch.device, queries: int, *, is_shared: bool) -> int:
+        """Return how many floats hold the partial results of so many queries."""
+        rows, heads = (1, queries * problem.num_qo_heads) if is_shared else (queries, problem.num_qo_heads)
+        return (
+            work_items(rows, _wave_items(problem, device, queries, is_shared=is_shared))
+            * heads
+            * (problem.head_dim + 2)
+        )
+
+    def plan(
+        self, problem: DecodeProblem, begins: Tensor, seen: Tensor, ahead: Tensor, *, is_shared: bool, window_left: int
+    ) -> None:
+        """Plan on the device.
+
+        Args:
+            problem: the parameters.
+            begins: int32 [queries + 1], see `cascade_rows`.
+            seen: int32 [queries], keys that each query sees; 0: none.
+            ahead: int32 [queries], how much later than the last key it sees, within the level, each query stands.
+            is_shared: whether all queries see the same keys.
+            window_left: see `AttentionOptions`.
+        """
+        queries = seen.shape[0]
+        rows = 1 if is_shared else queries
+        wave_items = _wave_items(problem, self._device, queries, is_shared=is_shared)
+        items = work_items(rows, wave_items)
+        if self.seen.shape[0] != queries:
+            self.begins, self.seen, self._ahead = (torch.empty_like(each) for each in (begins, seen, ahead))
+        if self._lens.shape[0] != rows:
+            self._lens = torch.zeros_like(seen[:rows])
+        if self._plan.shape[0] < plan_size(items):
+            self._plan = torch.zeros(plan_size(items), dtype=torch.int32, device=self._device)
+        for kept, given in ((self.begins, begins), (self.seen, seen), (self._ahead, ahead)):
+            kept.copy_(given)
+        self.is_shared, self.max_items = is_shared, items
+        live = torch.full((1,), rows, dtype=torch.int32, device=self._device)
+        attention_plan(self._lens, self._plan, self.seen[:rows] - 1, live, PlanSizes(wave_items, 0, window_left))
+
+    def attend(
+        self,
+        how: dict[str, Any],
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        indices: Tensor,
+        floats: Tensor,
+        counters: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """Return the attention of queries [queries, heads, head_dim] over the level, and base-2 log-sum-exps, in fp32.
+
+        Partial results are written into `floats`; there is a counter for each query and head, see `SplitPlan`.
+        """
+        queries, heads, _ = q.shape
+        mode, rope_scale, rope_theta = how["positions"]
+        if mode == "ROPE_LLAMA":  # the kernel rotates as if the newest key seen were the query's own
+            q = rotate_half(q.transpose(0, 1), self._ahead[:queries], rope_scale, rope_theta).transpose(0, 1)
+            q = q.contiguous()
+        split = self._split(queries * heads if self.is_shared else heads, v.shape[-1], floats, counters)
+        if self.is_shared:
+            out, lse = attend_together(q, k, v, indices, self.begins, split, self.max_items, how)
+            is_listed = self.seen[:queries] > 0
+            out.masked_fill_(~is_listed[:, None, None], 0.0)
+            lse.masked_fill_(~is_listed[:, None], -math.inf)
+        else:
+            out = torch.empty(queries, heads, v.shape[-1], dtype=torch.float32, device=q.device)
+            lse = torch.empty(queries, heads, dtype=torch.float32, device=q.device)
+            decode_attention(out, lse, q, k, v, indices, self.begins, split, max_items=self.max_items, **how)
+        if mode == "ALIBI":  # all logits of the level are less by the same
+            lse -= self._ahead[:queries, None] * (alibi_slopes(heads, q.device) * math.log2(math.e))
+        return out, lse
+
+    def _split(self, heads: int, value_dim: int, floats: Tensor, counters: Tensor) -> SplitPlan:
+        """Return the plan with the workspace of an item, which has so many heads."""
+        size = self.max_items * heads
+        if floats.shape[0] < size * (value_dim + 2):
+            raise ValueError(
+                f"float_workspace_buffer has {4 * floats.shape[0]} bytes, needed are {4 * size * (value_dim + 2)}"
+            )
+        partial, sums = floats[: size * (value_dim + 2)].split((size * value_dim, size * 2))
+        shape = (self.max_items, 1, heads)
+        return SplitPlan(self._lens, self._plan, partial.view(*shape, value_dim), sums.view(*shape, 2), counters)
+
+
+def attend_together(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    table: Tensor,
+    indptr: Tensor | None,
+    work: SplitPlan,
+    max_items: int,
+    how: dict[str, Any],
+) -> tuple[Tensor, Tensor]:
+    """Return the attention of all queries [queries, heads, dim] over the keys of one row, which are read once.
+
+    Queries become heads of a single one, which sees the same.
+    """
+    queries, heads, dim = q.shape
+    kv_heads, device = k.shape[2], q.device
+    joined = q.unflatten(1, (kv_heads, -1)).transpose(0, 1).reshape(1, -1, dim)
+    out = torch.empty(1, joined.shape[1], v.shape[-1], dtype=torch.float32, device=device)
+    lse = torch.empty(1, joined.shape[1], dtype=torch.float32, device=device)
+    decode_attention(out, lse, joined, k, v, table, indptr, work, max_items=max_items, **how)
+    split = (kv_heads, queries, heads // kv_heads)
+    return (
+        out.view(*split, -1).transpose(0, 1).reshape(queries, heads, -1),
+        lse.view(split).transpose(0, 1).reshape(queries, heads),
+    )
+
+
+def shared_wave_items(problem: DecodeProblem, device: torch.device, queries: int) -> int:
+    """Return in how many work items a row is split that all queries see; see `wave_items_for`."""
+    group = problem.num_qo_heads // problem.num_kv_heads
+    at_once = min(queries, -(-_TILE_QUERIES // group))
+    items = wave_items_for(
+        device, num_qo_heads=at_once * problem.num_qo_heads, num_kv_heads=problem.num_kv_heads,
+        head_dim=problem.head_dim, head_dim_v=problem.head_dim, kv_dtype=problem.kv_dtype,
+        dtype=torch.float16 if problem.q_dtype in FP8_DTYPES else problem.q_dtype,
+    )  # fmt: skip
+    return max(items // -(-queries // at_once), 1)
+
+
+def _wave_items(problem: DecodeProblem, device: torch.device, queries: int, *, is_shared: bool) -> int:
+    if is_shared:
+        return shared_wave_items(problem, device, queries)
+    return problem.wave_items(device, problem.head_dim)
