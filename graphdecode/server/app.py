@@ -26,7 +26,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from graphdecode.config import ServerConfig
 from graphdecode.errors import AnswerError, shown
-from graphdecode.server.completions import GENERATING, Endpoint, rendered_chat
+from graphdecode.server.completions import GENERATING, Endpoint, GeneratingEndpoint, rendered_chat
 from graphdecode.server.http import BUSY, HANDLERS, HttpError, error_response, unless_disconnected
 from graphdecode.server.preprocessing import Preprocessor
 from graphdecode.server.protocol import MAX_ID_LENGTH, Detokenize, LoadAdapter, Tokenize, UnloadAdapter
@@ -177,17 +177,17 @@ def _as_given(_: Preprocessor, body: Any) -> Any:
     return body
 
 
-async def _load_adapter(service: Service, body: LoadAdapter, caller: str) -> Response:
+async def _load_adapter(service: Service, body: LoadAdapter) -> Response:
     await service.load_adapter(body.lora_name, body.lora_path)
     return Response(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
 
-async def _unload_adapter(service: Service, body: UnloadAdapter, caller: str) -> Response:
+async def _unload_adapter(service: Service, body: UnloadAdapter) -> Response:
     await service.unload_adapter(body.lora_name)
     return Response(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
 
-async def _as_json(service: Service, prepared: bytes, caller: str) -> Response:
+async def _as_json(service: Service, prepared: bytes) -> Response:
     return Response(prepared, media_type="application/json")
 
 
@@ -291,7 +291,7 @@ def make_app(service: Service, *, is_alone: bool = True) -> Starlette:
         return Response(status_code=200 if service.is_healthy else 503)
 
     metrics_type = "text/plain; version=0.0.4; charset=utf-8"
-    posted: list[tuple[str, Endpoint]] = [
+    posted: list[tuple[str, Endpoint | GeneratingEndpoint]] = [
         *GENERATING.items(),
         ("/tokenize", Endpoint(Tokenize, prepared_tokens, _as_json)),
         ("/detokenize", Endpoint(Detokenize, prepared_text, _as_json)),
@@ -335,7 +335,7 @@ def _get(endpoint: Callable[[Request], Response | dict[str, Any]]) -> Callable[[
     return answered
 
 
-def _post(service: Service, endpoint: Endpoint) -> Callable[[Request], Awaitable[Response]]:
+def _post(service: Service, endpoint: Endpoint | GeneratingEndpoint) -> Callable[[Request], Awaitable[Response]]:
     """Return a handler that passes bodies to an endpoint."""
 
     async def answered(request: Request) -> Response:

@@ -12,6 +12,7 @@ from pydantic import ValidationError
 
 from graphdecode.errors import ArgumentError, GraphdecodeError
 from graphdecode.server import protocol
+from graphdecode.server.admission import Admission
 from graphdecode.server.http import LARGE_BYTES, HttpError, as_http_error
 from graphdecode.server.jobs import JobError, JobLimits
 from graphdecode.server.logprobs import chat_logprobs, completion_logprobs, offsets_in_prompt
@@ -41,17 +42,14 @@ _DEFAULT_MAX_TOKENS = 16  # OpenAI's; null is as many as fit, as vLLM's
 
 
 @dataclass(frozen=True)
-class Endpoint:
-    """Parses and prepares a body, in a child process if that takes long, and makes the response."""
+class BodyReader:
+    """Parses and prepares a body, in a child process if that takes long."""
 
     body_type: type[protocol.Body]
     prepare: Callable[[Preprocessor, Any], Any]  # raises HttpError or ArgumentError
-    answer: Callable[[Service, Any, str], Awaitable[Any]]  # takes a prepared body and its caller
 
-    async def respond(self, service: Service, data: bytes, caller: str) -> Any:
-        """Return the response to a body, or raise `HttpError`."""
-        if issubclass(self.body_type, protocol.Generation):
-            service.check_room(1)
+    async def read(self, service: Service, data: bytes, caller: str) -> Any:
+        """Return a prepared body, or raise `HttpError`."""
         prepared = None
         if len(data) <= LARGE_BYTES:
             prepare = partial(self.prepared, service.preprocessor, data, in_child=False)
@@ -65,8 +63,7 @@ class Endpoint:
         result, unknown, model = prepared
         service.preprocessor.check_model(model)
         service.note_unknown(unknown)
-        with self._as_http_errors():
-            return await self.answer(service, result, caller)
+        return result
 
     def prepared(
         self, preprocessor: Preprocessor, data: bytes, *, in_child: bool
@@ -84,17 +81,51 @@ class Endpoint:
         unknown = check_fields(body)
         if not in_child and (body.parts > _MAX_PARTS_HERE or getattr(body, "chat_template", None) is not None):
             return None
-        with self._as_http_errors():
+        with self.as_http_errors():
             return self.prepare(preprocessor, body), protocol.for_log(unknown), body.model
 
     @contextlib.contextmanager
-    def _as_http_errors(self) -> Iterator[None]:
+    def as_http_errors(self) -> Iterator[None]:
+        """Raise errors as `HttpError`s that name a field of the body."""
         try:
             yield
         except HttpError:
             raise
         except GraphdecodeError as error:
             raise as_http_error(error, frozenset(self.body_type.model_fields)) from error
+
+
+@dataclass(frozen=True)
+class Endpoint(BodyReader):
+    """An endpoint that answers at once."""
+
+    answer: Callable[[Service, Any], Awaitable[Any]]  # takes a prepared body
+
+    async def respond(self, service: Service, data: bytes, caller: str) -> Any:
+        """Return the response to a body, or raise `HttpError`."""
+        body = await self.read(service, data, caller)
+        with self.as_http_errors():
+            return await self.answer(service, body)
+
+
+@dataclass(frozen=True)
+class GeneratingEndpoint(BodyReader):
+    """An endpoint whose requests are admitted: the response generates when it is sent."""
+
+    reply: type[Reply]
+
+    async def respond(self, service: Service, data: bytes, caller: str) -> Reply:
+        """Admit a request, and return its response, or raise `HttpError`."""
+        admission = service.admit()
+        try:
+            body: Prepared = await self.read(service, data, caller)
+            admission.reserve(sum(prompt.params.sampling.n for prompt in body.prompts))
+            with self.as_http_errors():
+                parents = await service.parent_requests(caller, body.prompts, body.structured)
+            return self.reply(service, body, parents, admission)
+        except BaseException:
+            admission.release()
+            raise
 
 
 class CompletionReply(Reply):
@@ -175,8 +206,10 @@ class ChatReply(Reply):
     prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
     body_fields: ChatCompletion
 
-    def __init__(self, service: Service, prepared: Prepared, parents: list[ParentRequest]) -> None:
-        super().__init__(service, prepared, parents)
+    def __init__(
+        self, service: Service, prepared: Prepared, parents: list[ParentRequest], admission: Admission
+    ) -> None:
+        super().__init__(service, prepared, parents, admission)
         tools, names, self._echoed = prepared.tools, prepared.names, prepared.echoed
         self._readers = [None if tools is None else ToolCallReader(tools, names) for _ in self.cursors]
         self._call_counts = [0] * len(self.cursors)
@@ -316,11 +349,7 @@ def _tool_names(body: ChatCompletion) -> Iterator[str]:
         yield name
 
 
-async def _generate(reply: type[Reply], service: Service, prepared: Prepared, caller: str) -> Reply:
-    return reply(service, prepared, await service.parent_requests(caller, prepared.prompts, prepared.structured))
-
-
-GENERATING: dict[GeneratingPath, Endpoint] = {
-    "/v1/completions": Endpoint(Completion, prepared_completion, partial(_generate, CompletionReply)),
-    "/v1/chat/completions": Endpoint(ChatCompletion, prepared_chat, partial(_generate, ChatReply)),
+GENERATING: dict[GeneratingPath, GeneratingEndpoint] = {
+    "/v1/completions": GeneratingEndpoint(Completion, prepared_completion, CompletionReply),
+    "/v1/chat/completions": GeneratingEndpoint(ChatCompletion, prepared_chat, ChatReply),
 }

@@ -18,6 +18,7 @@ from starlette.types import Receive, Scope, Send
 
 from graphdecode.errors import GraphdecodeError
 from graphdecode.server import protocol
+from graphdecode.server.admission import Admission
 from graphdecode.server.http import (
     SSE_DONE,
     HttpError,
@@ -106,8 +107,11 @@ class Reply(Response, ABC):
     kind: str  # `object` of the whole response
     chunk_kind: str  # `object` of a chunk
 
-    def __init__(self, service: Service, prepared: Prepared, parents: list[ParentRequest]) -> None:
+    def __init__(
+        self, service: Service, prepared: Prepared, parents: list[ParentRequest], admission: Admission
+    ) -> None:
         self.service = service
+        self._admission = admission  # released when the requests are submitted
         self.body_fields = body = prepared.body
         self.parents = parents
         pairs = [(parent, state) for parent in parents for state in parent.states]
@@ -116,7 +120,6 @@ class Reply(Response, ABC):
         self._texts = texts
         self.cursors = [Cursor(index, parent, state) for index, (parent, state) in enumerate(pairs)]
         self.background = None
-        self._room = contextlib.ExitStack()  # for the outputs, until they are submitted
         self.status_code = 200
         self._head = {
             "id": f"{self.prefix}-{body.request_id or uuid.uuid4().hex}",
@@ -153,8 +156,7 @@ class Reply(Response, ABC):
         }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Generate and send, until the client disconnects; raises `HttpError` if there is no room."""
-        self._room.enter_context(self.service.reserved(len(self.cursors)))
+        """Generate and send, until the client disconnects."""
         if asked := Headers(scope=scope).get("x-request-id"):  # takes precedence, as in vLLM
             self._head["id"] = f"{self.prefix}-{asked[: protocol.MAX_ID_LENGTH]}"
         failed: Exception | None = None
@@ -164,7 +166,7 @@ class Reply(Response, ABC):
         except Exception as error:
             failed = error
         finally:
-            self._room.close()
+            self._admission.release()
         if self.service.config.log_requests:
             for cursor in self.cursors:
                 prompt, output = cursor.parent.output, cursor.state.output
@@ -185,7 +187,7 @@ class Reply(Response, ABC):
                 contextlib.aclosing(service.front.follow(self.parents)) as updates,
                 asyncio.timeout(service.request_timeout),
             ):
-                self._room.close()  # the next line submits them
+                self._admission.release()  # the next line submits them
                 async for _ in updates:
                     if not began:
                         began = True

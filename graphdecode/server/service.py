@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from graphdecode.config import EngineConfig, ServerConfig
 from graphdecode.engine import SamplingParams
 from graphdecode.errors import ArgumentError, shown
 from graphdecode.models.peft.fields import ADAPTER_FILE
+from graphdecode.server.admission import Admission, AdmissionControl
 from graphdecode.server.engine_client import EngineClient
 from graphdecode.server.fair_queue import RETRY_AFTER, FairQueue, FairThread
 from graphdecode.server.fork_pool import ForkPool
@@ -68,8 +68,6 @@ class Service:
         self.sampling_defaults = SamplingParams(**sampling_defaults)
         self.request_timeout = config.request_timeout_s or None
         self.draining = False  # new requests are refused
-        self._reserved = 0  # outputs that were admitted, and are not submitted yet
-        self._max_open = settings.buckets.max_batch_size + config.max_waiting
         adapters = lora_modules(config)
         if adapters and not settings.max_adapters:
             settings = settings.with_settings(max_adapters=len(adapters))
@@ -83,6 +81,8 @@ class Service:
             on_events=lambda events: self.router.deliver(events),
             on_status=lambda status: self.metrics.update(status),
         )
+        most = settings.buckets.max_batch_size + config.max_waiting
+        self.admissions = AdmissionControl(most, lambda: self.client.num_open)
         self.grammar_compiler = GrammarCompiler(self.work, self.client)
         self.router = Router(self.client, "the server was shut down")
         self.front = AsyncFront(self.router, lambda: None)  # the engine's process steps by itself
@@ -102,8 +102,8 @@ class Service:
         """The preprocessor, once the engine was started."""
         assert self.client.ready is not None
         defaults, engine = self.sampling_defaults, self.client.ready
-        known = self.client.adapters.keys()
-        return Preprocessor(self.model_name, self.tokenizer, self.config, defaults, engine, self._max_open, known)
+        most, adapters = self.admissions.max_outputs, self.client.adapters.keys()
+        return Preprocessor(self.model_name, self.tokenizer, self.config, defaults, engine, most, adapters)
 
     async def load_adapter(self, name: str, folder: str) -> None:
         """Load an adapter from `lora_folder`; raises `HttpError`, or as `EngineClient.change_adapter`."""
@@ -144,35 +144,21 @@ class Service:
 
     @property
     def num_open(self) -> int:
-        """Requests in flight."""
-        return self.client.num_open
+        """Outputs in flight, from the server's door to their last token."""
+        return self.admissions.num_open
 
-    def check_room(self, outputs: int) -> None:
-        """Raise HttpError if outputs cannot be admitted: 503 while draining or restarting, 429 if too many wait."""
+    def admit(self) -> Admission:
+        """Admit a request; raises HttpError: 503 while draining or restarting, 429 if too many wait."""
         if self.draining:
             raise HttpError(503, "the server is shutting down", code="shutting_down", headers=RETRY_AFTER)
         if not self.client.serves:
             raise HttpError(503, "the engine is restarting", code=RESTARTING, headers={"Retry-After": "5"})
-        taken = self.num_open + self._reserved
-        if taken + outputs > self._max_open:
-            raise HttpError(429, f"{taken} requests run or wait already", code="queue_full", headers=RETRY_AFTER)
-
-    @contextmanager
-    def reserved(self, outputs: int) -> Iterator[None]:
-        """Reserve room for outputs (see `check_room`) in the context, until they are submitted."""
-        self.check_room(outputs)
-        self._reserved += outputs
-        try:
-            yield
-        finally:
-            self._reserved -= outputs
+        return Admission(self.admissions)
 
     async def parent_requests(
         self, caller: str, prompts: list[TokenizedPrompt], structured: StructuredOutput | None
     ) -> list[ParentRequest]:
-        """Return the requests of prompts that share parameters; raises `HttpError`: no room, or a bad grammar."""
-        outputs = sum(prompt.params.sampling.n for prompt in prompts)
-        self.check_room(outputs)  # before a grammar is compiled
+        """Return the requests of prompts that share parameters; raises `HttpError` for a bad grammar."""
         grammar = None
         if structured is not None:
             try:
@@ -181,14 +167,13 @@ class Service:
                 raise HttpError(400, structured.error_text(error), param=structured.field) from error
         parents, input_processor = [], self.preprocessor.input_processor
         limit = self.client.rules.capacity.token_limit
-        with self.reserved(outputs):  # the response reserves it again when it is sent
-            for prompt in prompts:
-                params = prompt.params.sampling
-                most = min(len(prompt.token_ids) + (limit if params.max_tokens is None else params.max_tokens), limit)
-                parents.append(
-                    input_processor.parent_request(prompt, grammar, self.queue.start_tag(caller, most * params.n))
-                )
-                await asyncio.sleep(0)  # there may be hundreds, and other tasks wait
+        for prompt in prompts:
+            params = prompt.params.sampling
+            most = min(len(prompt.token_ids) + (limit if params.max_tokens is None else params.max_tokens), limit)
+            parents.append(
+                input_processor.parent_request(prompt, grammar, self.queue.start_tag(caller, most * params.n))
+            )
+            await asyncio.sleep(0)  # there may be hundreds, and other tasks wait
         return parents
 
     def note_unknown(self, names: Iterable[str]) -> None:

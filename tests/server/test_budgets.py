@@ -6,6 +6,7 @@ import os
 import re
 import select
 import signal
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -96,6 +97,7 @@ def test_who_leaves_takes_the_reading_of_the_form_along(served: Served) -> None:
     with served.client() as http:
         assert told(http, SHORT | {"structured_outputs": {"regex": "4[12]"}})[0] == 200
     assert read_seconds(served) - before < 4  # as long as a single one of them may take
+    assert httpx.get(f"{served.address}/load").json()["server_load"] == 0
 
 
 def test_a_form_that_nothing_has_is_the_askers_fault(served: Served) -> None:
@@ -195,6 +197,31 @@ def test_of_many_who_come_at_once_only_as_many_are_taken_as_there_is_room_for(se
             return [answer.status_code for answer in answers]
 
     assert Counter(asyncio.run(main())) == {200: ROWS + WAITING, 429: 40 - ROWS - WAITING}
+    served.until_idle()
+
+
+def test_a_request_keeps_its_place_while_its_grammar_is_compiled(served: Served) -> None:
+    properties = {f"p{index}": {"type": "string"} for index in range(1500)}
+    slow = {"type": "object", "properties": properties, "required": ["p0"]}
+    answers: list[int] = []
+    with served.client() as http:
+
+        def ask() -> None:
+            answers.append(
+                http.post("/v1/completions", json=SHORT | {"structured_outputs": {"json": slow}}).status_code
+            )
+
+        until(lambda: not readers_children(served))
+        first = threading.Thread(target=ask)
+        first.start()
+        until(lambda: readers_children(served))
+        everything = LONG | {"prompt": ["abc"] * (ROWS + WAITING), "stream": True}
+        with http.stream("POST", "/v1/completions", json=everything) as second:
+            first.join(HANG_SECONDS)
+            assert (answers, second.status_code) == ([200], 429)
+        refused = SHORT | {"structured_outputs": {"json": {"not": {}}}}
+        assert http.post("/v1/completions", json=refused).status_code == 400
+        until(lambda: http.get("/load").json()["server_load"] == 0)  # whatever became of a request, its place is free
     served.until_idle()
 
 
