@@ -163,6 +163,7 @@ def library(element: torch.dtype | None = None, part: str | None = None) -> ctyp
     return _load(*(_unit(element, each) for each in PARTS)).library
 
 
+@functools.cache
 def _unit(element: torch.dtype | None, part: str) -> Unit:
     return Unit(ELEMENTS[element or torch.float32], part)
 

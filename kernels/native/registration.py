@@ -10,15 +10,26 @@ Registered operators can be recorded on a CPU, traced by FakeTensor and checked 
 """
 
 import functools
+import inspect
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import update_wrapper
-from inspect import Parameter as Given
-from inspect import signature
+from itertools import accumulate, takewhile
+from operator import itemgetter
 from string import ascii_lowercase
-from types import UnionType
-from typing import Annotated, Any, NamedTuple, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
+from types import FunctionType, UnionType
+from typing import (
+    Annotated,
+    Any,
+    NamedTuple,
+    ParamSpec,
+    TypeAlias,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 import torch
 from torch import Tensor
@@ -42,10 +53,12 @@ _ANY, _WIDE = "any", "wide"
 AnyElement = Annotated[Tensor, _ANY]  # a tensor of any dtype
 Wide = Annotated[Tensor, _WIDE]  # of the element type or float32; C gets which
 
+_KEYWORD_ONLY, _ANY_NUMBER = inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_POSITIONAL
+_NO_DEFAULT = inspect.Parameter.empty
 _data_ptr = Tensor.__base__.data_ptr  # type: ignore[union-attr]  # `Tensor`'s is patched while a step is observed
 _DIMENSIONS = 4  # most dimensions of compiled kernels' tensors
 _NO_TENSOR = (0,) * (2 + 2 * _DIMENSIONS)
-_MISSING = tuple((0,) * (_DIMENSIONS - given) for given in range(_DIMENSIONS + 1))
+_MISSING = tuple((0,) * (_DIMENSIONS - count) for count in range(_DIMENSIONS + 1))
 _C_TYPES = {torch.int32: "int32_t", torch.int64: "int64_t", torch.float32: "float", torch.bfloat16: "uint16_t"}
 
 
@@ -72,10 +85,10 @@ class Field(NamedTuple):
     @classmethod
     def of(cls, name: str, annotation: Any, is_optional: bool = False, is_written: bool = False) -> "Field":
         """Read one annotation."""
-        kind, marks, may_miss = _unwrapped(annotation)
+        kind, marks, may_be_none = _unwrapped(annotation)
         dtype = next((mark for mark in marks if isinstance(mark, torch.dtype) or mark in (_ANY, _WIDE)), None)
         choices = next((mark for mark in marks if isinstance(mark, OneOf)), None)
-        return cls(name, kind, is_optional or may_miss, is_written or "written" in marks, dtype, choices)
+        return cls(name, kind, is_optional or may_be_none, is_written or "written" in marks, dtype, choices)
 
     @property
     def c_declaration(self) -> str | None:
@@ -91,48 +104,31 @@ class Field(NamedTuple):
 
 @dataclass(frozen=True)
 class Parameter:
-    """One argument of the function; `group`: its NamedTuple type, or None."""
+    """One parameter of the function; `record`: its NamedTuple type, or None."""
 
     name: str
     fields: tuple[Field, ...]
-    group: type | None
+    record: Any
     is_optional: bool
     is_keyword: bool
 
     @classmethod
-    def of(cls, given: Given, annotation: Any) -> "Parameter":
+    def of(cls, parameter: inspect.Parameter, annotation: Any) -> "Parameter":
         """Read one parameter of a function."""
         kind, marks, is_optional = _unwrapped(annotation)
-        is_keyword = given.kind is Given.KEYWORD_ONLY
+        is_keyword = parameter.kind is _KEYWORD_ONLY
         if not hasattr(kind, "_fields"):
-            return cls(given.name, (Field.of(given.name, annotation),), None, is_optional, is_keyword)
+            return cls(parameter.name, (Field.of(parameter.name, annotation),), None, is_optional, is_keyword)
         fields = _fields_of(kind, is_optional, "written" in marks)
-        return cls(given.name, fields, kind, is_optional, is_keyword)
-
-    @property
-    def spread(self) -> str:
-        """Return source code of its fields, given the function's argument."""
-        return f"*({self.name} or ({'None, ' * len(self.fields)}))" if self.group else self.name
-
-    def value_of(self, field: Field) -> str:
-        """Return source code of one of its fields, given the function's argument."""
-        return f"{self.name}.{field.name}" if self.group else field.name
+        return cls(parameter.name, fields, kind, is_optional, is_keyword)
 
     @property
     def c_declaration(self) -> str:
         """Return the struct's members; a record's members are also members of the struct."""
         members = "".join(field.c_declaration or "" for field in self.fields)
-        if self.group is None:
+        if self.record is None:
             return members
-        return f"    union {{\n    struct {{\n{members}    }};\n    {self.group.__name__} {self.name};\n    }};\n"
-
-    @property
-    def gathered(self) -> str:
-        """Return source code of the function's keyword argument, given its fields."""
-        if self.group is None:
-            return f"{self.name}={self.name}"
-        whole = f"group_{self.name}({', '.join(field.name for field in self.fields)})"
-        return f"{self.name}={f'None if {self.fields[0].name} is None else {whole}' if self.is_optional else whole}"
+        return f"    union {{\n    struct {{\n{members}    }};\n    {self.record.__name__} {self.name};\n    }};\n"
 
 
 class Signature:
@@ -152,10 +148,10 @@ class Signature:
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.name = function.__name__.lstrip("_")  # a leading underscore: callers use another function around it
-        self._function = function
+        self.function = function
         hints = get_type_hints(function, include_extras=True)
-        given = signature(function).parameters
-        self.parameters = [Parameter.of(given[name], hints[name]) for name in given]
+        parameters = inspect.signature(function).parameters
+        self.parameters = [Parameter.of(parameters[name], hints[name]) for name in parameters]
         self.fields = [field for parameter in self.parameters for field in parameter.fields]
         names = [field.name for field in self.fields]
         if len(set(names)) < len(names):
@@ -165,6 +161,7 @@ class Signature:
         self.part = library.part_of(self.module, has_element=self.has_element)
         codes = "".join(_codes(field) for field in self.fields)
         self._layout = struct.Struct(f"@{codes}")
+        self._packed = [(field.kind, field.dtype, field.choices) for field in self.fields]
 
     @property
     def schema(self) -> str:
@@ -186,66 +183,126 @@ class Signature:
     def c_records(self) -> dict[str, str]:
         """The structs of the records among its arguments, by name."""
         records = {}
-        for group in {parameter.group for parameter in self.parameters if parameter.group is not None}:
-            members = "".join(field.c_declaration or "" for field in _fields_of(group))
-            records[group.__name__] = f"typedef struct {{\n{members}}} {group.__name__};\n"
+        for record in {parameter.record for parameter in self.parameters if parameter.record is not None}:
+            members = "".join(field.c_declaration or "" for field in _fields_of(record))
+            records[record.__name__] = f"typedef struct {{\n{members}}} {record.__name__};\n"
         return records
 
     @property
     def choices(self) -> dict[str, int]:
         """The C constants of string values."""
         return {
-            f"{field.name}_{choice}".upper(): place
+            f"{field.name}_{choice}".upper(): index
             for field in self.fields
-            for place, choice in enumerate(field.choices or ())
+            for index, choice in enumerate(field.choices or ())
         }
 
-    def face(self, registered: Callable[..., None]) -> Callable[..., None]:
+    def caller(self, registered: Callable[..., None]) -> Callable[..., None]:
         """Return the callers' function, which has the same arguments and calls the operator."""
-        body = "".join(
-            f"    if {parameter.value_of(field)} not in choices_{field.name}: "
-            f"raise unknown({field.name!r}, {parameter.value_of(field)}, choices_{field.name})\n"
-            for parameter in self.parameters
-            for field in parameter.fields
-            if field.choices
-        )
-        parameters = ", ".join(
-            ("*, " if parameter.is_keyword and not before.is_keyword else "") + parameter.name
-            for before, parameter in zip([self.parameters[0], *self.parameters], self.parameters, strict=False)
-        )
-        spread = ", ".join(parameter.spread for parameter in self.parameters)
-        face = self._made(f"def made({parameters}):\n{body}    registered({spread})\n", registered=registered)
-        face.__defaults__, face.__kwdefaults__ = self._function.__defaults__, self._function.__kwdefaults__
-        return update_wrapper(face, self._function)
+        has_keywords = any(parameter.is_keyword for parameter in self.parameters)
+        count = -1 if has_keywords else len(self.parameters)  # of positional arguments that are all of them
+        records = [
+            (at, slice(at, at + 1), (None,) * len(parameter.fields))
+            for at, parameter in enumerate(self.parameters)
+            if parameter.record is not None
+        ][::-1]  # from the last one, so that a record's fields move no record before it
+        choices = [(at, field.name, field.choices) for at, field in enumerate(self.fields) if field.choices]
+        in_order = self._in_order()
+
+        def call(*arguments: Any, **named: Any) -> None:
+            if named or len(arguments) != count:
+                registered(*in_order(arguments, named))
+            else:
+                registered(*arguments)
+
+        def call_with_fields(*arguments: Any, **named: Any) -> None:
+            values = in_order(arguments, named) if named or len(arguments) != count else [*arguments]
+            for at, place, no_fields in records:
+                values[place] = values[at] or no_fields
+            for at, name, allowed in choices:
+                if values[at] not in allowed:
+                    raise ValueError(f"{name} is {values[at]!r}; it must be one of {', '.join(allowed)}")
+            registered(*values)
+
+        return _named_like(self.function, call_with_fields if records or choices else call)
+
+    def _in_order(self) -> Callable[[tuple[Any, ...], Mapping[str, Any]], list[Any]]:
+        """Return a function of positional and named arguments that returns all of them in order."""
+        function, declared = self.function, [*inspect.signature(self.function).parameters.values()]
+        num_positional = sum(not parameter.is_keyword for parameter in self.parameters)
+        others = []  # by the number of positional arguments: the others' defaults, and which of them have none
+        for count in range(num_positional + 1):
+            defaults = {parameter.name: parameter.default for parameter in declared[count:]}
+            required = {name for name, default in defaults.items() if default is _NO_DEFAULT}
+            others.append((defaults, required))
+
+        def in_order(arguments: tuple[Any, ...], named: Mapping[str, Any]) -> list[Any]:
+            if len(arguments) <= num_positional:
+                defaults, required = others[len(arguments)]
+                if not (named or required):
+                    return [*arguments, *defaults.values()]
+                values = {**defaults, **named}
+                if len(values) == len(defaults) and required <= named.keys():
+                    return [*arguments, *values.values()]
+            return function(*arguments, **named)  # raises the TypeError of a call that does not fit
+
+        return in_order
 
     def flat(self, version: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a version, which has some of the arguments as keywords, as a function of all fields."""
-        taken = signature(version).parameters
-        is_flat = not any(parameter.group or parameter.is_keyword for parameter in self.parameters)
-        if is_flat and [*taken] == [field.name for field in self.fields]:
+        """Return a version, which takes some of the arguments, as a function of all fields."""
+        accepted = inspect.signature(version).parameters
+        kinds = {name: parameter.kind for name, parameter in accepted.items()}
+        is_flat = not any(parameter.record or parameter.is_keyword for parameter in self.parameters)
+        if (is_flat and [*kinds] == [field.name for field in self.fields]) or _ANY_NUMBER in kinds.values():
             return version
-        names = ", ".join(field.name for field in self.fields)
-        gathered = ", ".join(parameter.gathered for parameter in self.parameters if parameter.name in taken)
-        return self._made(f"def made({names}):\n    return version({gathered})\n", version=version)
+        ends = accumulate(len(parameter.fields) for parameter in self.parameters)
+        fields_of = {
+            parameter.name: (parameter, slice(end - len(parameter.fields), end))
+            for parameter, end in zip(self.parameters, ends, strict=True)
+            if parameter.name in kinds
+        }
+        in_order = [name for name in takewhile(fields_of.__contains__, kinds) if kinds[name] is not _KEYWORD_ONLY]
+        by_name = [name for name in fields_of if name not in in_order]
+        taken = [fields_of[name] for name in (*in_order, *by_name)]
+        records = [
+            (at, functools.partial(tuple.__new__, parameter.record), parameter.is_optional)
+            for at, (parameter, _) in enumerate(taken)
+            if parameter.record is not None
+        ]
+        pick = _picker([fields if parameter.record is not None else fields.start for parameter, fields in taken])
+        num_in_order = len(in_order)
+
+        def call(*fields: Any) -> Any:
+            return version(*pick(fields))
+
+        def call_with_records(*fields: Any) -> Any:
+            values = [*pick(fields)]
+            for at, record, is_optional in records:
+                values[at] = None if is_optional and values[at][0] is None else record(values[at])
+            if not by_name:
+                return version(*values)
+            return version(*values[:num_in_order], **dict(zip(by_name, values[num_in_order:], strict=True)))
+
+        return _named_like(version, call_with_records if records or by_name else call)
 
     def packed(self, values: Sequence[Any]) -> tuple[bytes, torch.dtype | None] | None:
         """Return the fields as C struct, and the element type; None if C does not support a dtype."""
         element: torch.dtype | None = None
         has_floats = False  # whether a wide tensor is float32
         members: list[int | float] = []
-        for (_, kind, _, _, dtype, choices), value in zip(self.fields, values, strict=True):
+        for (kind, dtype, choices), value in zip(self._packed, values, strict=True):
             if value is None:
                 members += _NO_TENSOR
             elif kind is Tensor:
-                found, shape = value.dtype, value.shape
-                code = CODES.get(found, 0)
-                if dtype is _WIDE and found is torch.float32:
+                stored, shape = value.dtype, value.shape
+                code = CODES.get(stored, 0)
+                if dtype is _WIDE and stored is torch.float32:
                     has_floats, code = True, WIDE_CODE
                 elif dtype is None or dtype is _WIDE:
-                    element = element or found
-                    if found is not element:
+                    element = element or stored
+                    if stored is not element:
                         return None
-                elif dtype is not found and dtype is not _ANY:
+                elif dtype is not stored and dtype is not _ANY:
                     return None
                 if len(shape) > _DIMENSIONS:
                     return None
@@ -257,14 +314,6 @@ class Signature:
                 members.append(choices.index(value))
         return self._layout.pack(*members), torch.float32 if element is None and has_floats else element
 
-    def _made(self, source: str, **names: Any) -> Any:
-        """Compile a function from source text, with the operator's file in tracebacks."""
-        names |= {f"group_{parameter.name}": parameter.group for parameter in self.parameters}
-        names |= {f"choices_{field.name}": field.choices for field in self.fields}
-        names["unknown"] = _unknown_choice
-        exec(compile(source, self._function.__code__.co_filename, "exec"), names)
-        return names["made"]
-
 
 def _unwrapped(annotation: Any) -> tuple[Any, list[Any], bool]:
     """Return an annotation's type, its marks, and whether it may be None."""
@@ -275,16 +324,16 @@ def _unwrapped(annotation: Any) -> tuple[Any, list[Any], bool]:
             marks += annotation.__metadata__
             annotation = annotation.__origin__
         elif get_origin(annotation) in (Union, UnionType):
-            (annotation,) = (given for given in get_args(annotation) if given is not type(None))
+            (annotation,) = (kind for kind in get_args(annotation) if kind is not type(None))
             is_optional = True
         else:
             return annotation, marks, is_optional
 
 
 @functools.cache
-def _fields_of(group: Any, is_optional: bool = False, is_written: bool = False) -> tuple[Field, ...]:
-    hints = get_type_hints(group, include_extras=True)
-    return tuple(Field.of(name, hints[name], is_optional, is_written) for name in group._fields)
+def _fields_of(record: Any, is_optional: bool = False, is_written: bool = False) -> tuple[Field, ...]:
+    hints = get_type_hints(record, include_extras=True)
+    return tuple(Field.of(name, hints[name], is_optional, is_written) for name in record._fields)
 
 
 def _codes(field: Field) -> str:
@@ -293,12 +342,31 @@ def _codes(field: Field) -> str:
     return "" if field.c_declaration is None else "d" if field.kind is float else "q"
 
 
-def _unknown_choice(name: str, value: Any, choices: OneOf) -> ValueError:
-    return ValueError(f"{name} is {value!r}; it must be one of {', '.join(choices)}")
+def _picker(places: Sequence[Any]) -> Callable[[Sequence[Any]], Sequence[Any]]:
+    """Return a function that returns some items and slices of a sequence."""
+    if len(places) > 1:
+        return itemgetter(*places)
+    (place,) = places
+    return lambda values: (values[place],)
+
+
+def _named_like(function: Callable[..., Any], closure: Any) -> Any:
+    """Give a closure the name, file and line of a function, in tracebacks, profiles and debuggers."""
+    if isinstance(function, FunctionType):
+        code, own = function.__code__, closure.__code__
+        units = len(own.co_code) // 2
+        # all of it is at the function's first line: for each 8 units, no columns and 0 lines on (CPython, locations.md)
+        lines = b"".join(bytes((0xE8 | min(units - at, 8) - 1, 0)) for at in range(0, units, 8))
+        closure.__code__ = own.replace(
+            co_name=code.co_name, co_qualname=code.co_qualname, co_filename=code.co_filename,
+            co_firstlineno=code.co_firstlineno, co_linetable=lines,
+        )  # fmt: skip
+    return functools.update_wrapper(closure, function)
 
 
 NAMESPACE = "graphdecode"
 P = ParamSpec("P")
+NativeVersion: TypeAlias = Callable[..., NativeCall | NativeSequence | None]
 _LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
 
 
@@ -313,7 +381,7 @@ class Versions(NamedTuple):
 
     torch: Callable[..., None]
     triton: Callable[..., None]
-    native: Callable[..., NativeCall | NativeSequence | None] | None
+    native: NativeVersion | None
 
 
 _VERSIONS: dict[Any, Versions] = {}  # filled while operators are imported
@@ -342,65 +410,81 @@ def operator(
     def registered(function: Callable[P, None]) -> Callable[P, None]:
         signature = Signature(function)
         plain = signature.flat(function)
-        native: Callable[..., NativeCall | NativeSequence | None] | None = None
+        native: NativeVersion | None = None
         if is_compiled is not False:
             library.declare(signature, (constants or {}) | signature.choices)
-            native = functools.partial(_native, signature, None if is_compiled is True else signature.flat(is_compiled))
+            native = _native(signature, None if is_compiled is True else signature.flat(is_compiled))
         if parts is not None:
-            native = functools.partial(_sequence, signature.flat(parts))
-        on_host = plain if native is None else functools.partial(_run_on_host, native, plain)
+            native = _sequence(signature, signature.flat(parts))
+        on_host = plain if native is None else _native_or_torch(signature, native, plain)
         on_device = plain if triton_version is None else signature.flat(triton_version)
         _LIBRARY.define(signature.schema, tags=(torch.Tag.pt2_compliant_tag,))
         for key in ("CPU", *keys):
             _LIBRARY.impl(signature.name, on_host, key)
-        _LIBRARY.impl(signature.name, plain if triton_version is None else _where_its_tensors_are(on_device), "CUDA")
+        _LIBRARY.impl(signature.name, plain if triton_version is None else _on_its_device(signature, on_device), "CUDA")
         # it only writes into its arguments, so the fake does nothing
         _LIBRARY.impl(signature.name, lambda *_: None, "Meta")
         overload = getattr(getattr(torch.ops, NAMESPACE), signature.name).default
         _VERSIONS[overload] = Versions(plain, on_device, native)
-        return signature.face(overload)
+        return signature.caller(overload)
 
     return registered
 
 
-def _where_its_tensors_are(launches: Callable[..., None]) -> Callable[..., None]:
+def _on_its_device(signature: Signature, launches: Callable[..., None]) -> Callable[..., None]:
     """Make the tensors' device current; unlike torch's operators, Triton launches on the current device."""
+    at = next(at for at, field in enumerate(signature.fields) if field.kind is Tensor and not field.is_optional)
 
-    def launched(*arguments: Any) -> None:
-        with torch.cuda.device(next(given.device for given in arguments if isinstance(given, torch.Tensor))):
+    def launch(*arguments: Any) -> None:
+        device = arguments[at].device
+        if device.index == torch.cuda.current_device():
             launches(*arguments)
+        else:
+            with torch.cuda.device(device):
+                launches(*arguments)
 
-    return launched
-
-
-def _native(signature: Signature, serves: Callable[..., bool] | None, *arguments: Any) -> NativeCall | None:
-    packed = None if serves is not None and not serves(*arguments) else signature.packed(arguments)
-    if packed is None or (signature.has_element and packed[1] not in library.ELEMENTS):
-        return None
-    if library.library(packed[1], signature.part) is None:
-        return None
-    return NativeCall(library.kernel(signature.name, packed[1]), packed[0], arguments)
+    return _named_like(launches, launch)
 
 
-def _sequence(parts: Callable[..., Sequence[tuple[str, Sequence[Any]]]], *arguments: Any) -> NativeSequence | None:
-    calls: list[NativeCall] = []
-    for name, given in parts(*arguments):
-        native = versions(name).native
-        call = None if native is None else native(*given)
-        if not isinstance(call, NativeCall):
+def _native(signature: Signature, is_served: Callable[..., bool] | None) -> NativeVersion:
+    name, part, has_element, packed = signature.name, signature.part, signature.has_element, signature.packed
+
+    def native(*arguments: Any) -> NativeCall | None:
+        if is_served is not None and not is_served(*arguments):
             return None
-        calls.append(call)
-    return NativeSequence(calls)
+        args_struct = packed(arguments)
+        if args_struct is None or (has_element and args_struct[1] not in library.ELEMENTS):
+            return None
+        if library.library(args_struct[1], part) is None:
+            return None
+        return NativeCall(library.kernel(name, args_struct[1]), args_struct[0], arguments)
+
+    return _named_like(signature.function, native)
 
 
-def _run_on_host(
-    native: Callable[..., NativeCall | NativeSequence | None], otherwise: Callable[..., None], *arguments: Any
-) -> None:
-    call = native(*arguments)
-    if call is None:
-        otherwise(*arguments)
-    else:
-        call()
+def _sequence(signature: Signature, parts: Callable[..., Sequence[tuple[str, Sequence[Any]]]]) -> NativeVersion:
+    def sequence(*arguments: Any) -> NativeSequence | None:
+        calls: list[NativeCall] = []
+        for name, values in parts(*arguments):
+            native = versions(name).native
+            call = None if native is None else native(*values)
+            if not isinstance(call, NativeCall):
+                return None
+            calls.append(call)
+        return NativeSequence(calls)
+
+    return _named_like(signature.function, sequence)
+
+
+def _native_or_torch(signature: Signature, native: NativeVersion, plain: Callable[..., None]) -> Callable[..., None]:
+    def run(*arguments: Any) -> None:
+        call = native(*arguments)
+        if call is None:
+            plain(*arguments)
+        else:
+            call()
+
+    return _named_like(signature.function, run)
 
 
 def versions(name: str) -> Versions:
@@ -418,8 +502,8 @@ def bind(registered: Any, *arguments: Any) -> Callable[[], Any] | None:
 
     It bypasses the dispatcher, which costs more than some operators.
     """
-    found = _VERSIONS.get(registered)
-    if found is None:
+    version = _VERSIONS.get(registered)
+    if version is None:
         return None
-    call = None if found.native is None else found.native(*arguments)
-    return call or functools.partial(found.torch, *arguments)
+    call = None if version.native is None else version.native(*arguments)
+    return call or functools.partial(version.torch, *arguments)
