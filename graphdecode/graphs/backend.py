@@ -15,6 +15,7 @@ from graphdecode.graphs.cuda import CudaCapture, CudaStepGraph
 from graphdecode.graphs.cuda_loop import CudaLoops
 from graphdecode.graphs.inspect.observer import StepObserver, observed
 from graphdecode.graphs.inspect.owners import Owners
+from graphdecode.graphs.inspect.trace import Call, NumberTracer, compare, raise_first
 from graphdecode.graphs.recorded import RecordedStepGraph
 from graphdecode.graphs.step_graph import HostLoop, LoopControl, Ready, Step, StepGraph, StepLoop, run
 
@@ -77,11 +78,12 @@ class Backend:
 
     def _graph(self, step: Step, batch: Batch) -> StepGraph:
         if self.name == "cuda":
-            if not self._captures or self._captures[-1].is_spoilt:
+            is_first = not self._captures
+            if is_first or self._captures[-1].is_spoilt:
                 self._captures.append(CudaCapture(self.device))
             shared = self._captures[-1]
             with shared.on_stream():
-                warm_up(step, batch, self.owners, self._warmup_steps)
+                warm_up(step, batch, self.owners, self._warmup_steps, compares=is_first)
                 run(step, batch)  # some modules take another path when they are not observed
             return CudaStepGraph(step, batch, shared, self.owners)
         if not self._blocks:  # the first shape runs as often as on a GPU, for it is recorded twice
@@ -157,16 +159,29 @@ class Backend:
         self.owners = Owners(self._buffers)
 
 
-def warm_up(step: Step, batch: Batch, owners: Owners, num_steps: int) -> None:
+def warm_up(step: Step, batch: Batch, owners: Owners, num_steps: int, *, compares: bool = False) -> None:
     """Run a step under observation: hazards raise, and one-time initialization happens before the capture.
 
-    A tensor that Python keeps from the first run has no owner in the second, and is refused.
+    A tensor that Python keeps from the first run has no owner in the second, and is refused. With `compares`, so are
+    numbers that differ between the last two runs; if the first differs from the second, there is a third.
     """
-    observer = StepObserver(owners)
-    for _ in range(num_steps):
+    observer = NumberTracer(owners) if compares else StepObserver(owners)
+    traces: list[list[Call]] = []
+
+    def observe() -> None:
         observer.made.clear()
         with observed(observer, batch, step=step) as watched:
             step(watched)
+        if isinstance(observer, NumberTracer):
+            traces.append(observer.trace)
+            observer.trace = []
+
+    for _ in range(num_steps):
+        observe()
+    if len(traces) > 1 and traces[-1] != traces[-2] and num_steps == 2:
+        observe()
+    if len(traces) > 1:
+        compare(*traces[-2:], refuse=raise_first)
 
 
 def backend_for(backend: str, device: torch.device) -> str:

@@ -29,6 +29,7 @@ from graphdecode.graphs.inspect.observer import (
     values_of,
 )
 from graphdecode.graphs.inspect.owners import Known, Owners, placed, storage_address, storage_key
+from graphdecode.graphs.inspect.trace import Call, compare, numbers_of, raise_first
 from graphdecode.graphs.step_graph import Argument, Node, Step, StepGraph
 from graphdecode.kernels.native.library import NativeCall, NativeSequence, joined
 from graphdecode.kernels.native.registration import bind
@@ -83,8 +84,10 @@ class Recorder(StepObserver):
 
     binds_own = True
 
-    def __init__(self, owners: Owners, blocks: list[Tensor]) -> None:
+    def __init__(self, owners: Owners, blocks: list[Tensor], *, is_traced: bool = False) -> None:
         super().__init__(owners)
+        self.trace: list[Call] = []  # if it is traced
+        self._is_traced = is_traced
         self.calls: list[Callable[[], Any]] = []
         self.memory = ReusedMemory(blocks)  # for intermediates
         self.pool: dict[Tensor, torch.dtype] = {}  # blocks, and the dtype of the last intermediate in them
@@ -108,6 +111,8 @@ class Recorder(StepObserver):
 
     def seen(self, schema: Schema, args: tuple, kwargs: dict, given: Sequence[Given], result: Any) -> None:
         """Record a call that repeats the operator over the same memory."""
+        if self._is_traced:
+            self.trace.append((schema.overload, numbers_of(self, args, kwargs, given), caller()))
         if schema.name in _UNINITIALIZED or schema.reshapes:
             return
         new: list[Tensor] = []
@@ -206,8 +211,9 @@ class RecordedStepGraph(StepGraph):
 
     def __init__(self, step: Step, batch: Batch, owners: Owners, blocks: list[Tensor]) -> None:
         had, began, is_first = sum(block.nbytes for block in blocks), time.perf_counter(), not blocks
+        trace: list[Call] | None = None
         for _ in range(2):
-            recorder = Recorder(owners, blocks)
+            recorder = Recorder(owners, blocks, is_traced=is_first)
             with observed(recorder, batch, step=step) as watched:
                 result = step(watched)
             last = recorder.nodes[-1] if recorder.nodes else Node("", "", *definition_of(step))
@@ -216,6 +222,10 @@ class RecordedStepGraph(StepGraph):
             del watched, result
             if not (is_first or recorder.memory.is_kept()):
                 break  # else the second run refuses what Python keeps from the first
+            if is_first:
+                if trace is not None:
+                    compare(trace, recorder.trace, refuse=raise_first)
+                trace = recorder.trace
         if not recorder.calls:
             raise CaptureError("unseen-work", "the step", "it ran no operator", definition_of(step))
         self._calls = joined(recorder.calls)

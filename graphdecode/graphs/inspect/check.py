@@ -16,6 +16,7 @@ from graphdecode.buffers import StepBuffers
 from graphdecode.graphs.errors import CaptureError, Refuse, caller, definition_of
 from graphdecode.graphs.inspect.observer import Given, Schema, StepObserver, mapped, observed
 from graphdecode.graphs.inspect.owners import Owners, storage_key
+from graphdecode.graphs.inspect.trace import Call, compare
 from graphdecode.graphs.step_graph import Step, check_arguments, slots_restored
 
 # magnitudes of hostile values: finite in float16, as masks may multiply; one is small, as a step may saturate
@@ -25,7 +26,6 @@ _MORE_THAN_A_RACE = 4.0  # rows that are mixed differ more than repetitions do
 _EXPLAIN_DIFFERENCES = {"host-read", "data-dependent-shape", "failed"}
 
 _Location = tuple[str | None, int | None]
-_Call = tuple[str, Any, _Location]  # operator; descriptions of arguments and results; file and line
 
 
 # values that are compared; others (script objects, generators) are the same object or not
@@ -108,7 +108,7 @@ def check(
             lost.append(_run(step, buffers, tracer))
             traces.append(tracer.trace)
     if not any(finding.kind in _EXPLAIN_DIFFERENCES for finding in findings.values()):
-        _compare(*traces, refuse=collect)
+        compare(*traces, refuse=collect)
     if not findings and not any(traces):
         collect(CaptureError("unseen-work", "the step", "it ran no operator", definition_of(step)))
     if not findings and (error := lost[0] or lost[1]) is not None:
@@ -124,7 +124,7 @@ class _Tracer(StepObserver):
 
     def __init__(self, owners: Owners, refuse: Refuse) -> None:
         super().__init__(owners, refuse)
-        self.trace: list[_Call] = []
+        self.trace: list[Call] = []
         self._places: dict[int | None, str] = {}
 
     def seen(self, schema: Schema, args: tuple, kwargs: dict, given: Sequence[Given], result: Any) -> None:
@@ -161,30 +161,6 @@ def _run(step: Step, buffers: StepBuffers, tracer: _Tracer) -> CaptureError | No
             detail = f"the memory of {name} was replaced"
             tracer.refuse(CaptureError("moved", f"buffers.{name}", detail, definition_of(step)))
     return lost
-
-
-def _compare(first: list[_Call], second: list[_Call], *, refuse: Refuse) -> None:
-    def blame(call: _Call, detail: str) -> None:
-        refuse(CaptureError("baked-value", call[0], detail, call[2]))
-
-    for before, after in zip(first, second, strict=False):
-        if before[0] != after[0]:
-            blame(after, f"a branch: {before[0]} at first, {after[0]} the next time")
-            return
-        if before[1] != after[1]:
-            blame(after, _difference(before[1], after[1]))
-    if len(first) != len(second):
-        longer = max(first, second, key=len)
-        detail = f"a branch or a loop: {len(first)} operators at first, {len(second)} the next time"
-        blame(longer[min(len(first), len(second))], detail)
-
-
-def _difference(before: Any, after: Any) -> str:
-    if isinstance(before, dict) and isinstance(after, dict):
-        before, after = list(before.values()), [after.get(key) for key in before]
-    if isinstance(before, (tuple, list)) and isinstance(after, (tuple, list)) and len(before) == len(after):
-        return next((_difference(old, new) for old, new in zip(before, after, strict=True) if old != new), "")
-    return f"{before} at first, {after} the next time"
 
 
 def _fill(buffers: StepBuffers, seed: int) -> None:
