@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # for type checkers and editors; a test holds this and `_MODULES` together
     from graphdecode.attention import append_paged_kv_cache as append_paged_kv_cache
+    from graphdecode.attention import append_paged_mla_kv_cache as append_paged_mla_kv_cache
     from graphdecode.attention import get_batch_indices_positions as get_batch_indices_positions
     from graphdecode.attention import get_seq_lens as get_seq_lens
     from graphdecode.attention import merge_state as merge_state
@@ -40,6 +41,7 @@ if TYPE_CHECKING:  # for type checkers and editors; a test holds this and `_MODU
     from graphdecode.surfaces.flashinfer import (
         BatchDecodeWithSharedPrefixPagedKVCacheWrapper as BatchDecodeWithSharedPrefixPagedKVCacheWrapper,
     )
+    from graphdecode.surfaces.flashinfer import BatchMLAPagedAttentionWrapper as BatchMLAPagedAttentionWrapper
     from graphdecode.surfaces.flashinfer import (
         CUDAGraphBatchDecodeWithPagedKVCacheWrapper as CUDAGraphBatchDecodeWithPagedKVCacheWrapper,
     )
@@ -47,7 +49,11 @@ if TYPE_CHECKING:  # for type checkers and editors; a test holds this and `_MODU
     from graphdecode.surfaces.flashinfer import fast_decode_plan as fast_decode_plan
     from graphdecode.surfaces.flashinfer import single_decode_with_kv_cache as single_decode_with_kv_cache
     from graphdecode.surfaces.flashinfer import trtllm_batch_decode_with_kv_cache as trtllm_batch_decode_with_kv_cache
+    from graphdecode.surfaces.flashinfer import (
+        trtllm_batch_decode_with_kv_cache_mla as trtllm_batch_decode_with_kv_cache_mla,
+    )
     from graphdecode.surfaces.flashinfer import xqa_batch_decode_with_kv_cache as xqa_batch_decode_with_kv_cache
+    from graphdecode.surfaces.flashinfer import xqa_batch_decode_with_kv_cache_mla as xqa_batch_decode_with_kv_cache_mla
     from graphdecode.surfaces.optimum_neuron import SlotKVCacheManager as SlotKVCacheManager
     from graphdecode.surfaces.transformer_engine import DotProductAttention as DotProductAttention
     from graphdecode.surfaces.transformer_engine import InferenceParams as InferenceParams
@@ -70,6 +76,7 @@ if TYPE_CHECKING:  # for type checkers and editors; a test holds this and `_MODU
 _NAMES = {  # module -> the public names that it has
     "attention": (
         "append_paged_kv_cache",
+        "append_paged_mla_kv_cache",
         "get_batch_indices_positions",
         "get_seq_lens",
         "merge_state",
@@ -95,12 +102,15 @@ _NAMES = {  # module -> the public names that it has
     "surfaces.flashinfer": (
         "BatchDecodeWithPagedKVCacheWrapper",
         "BatchDecodeWithSharedPrefixPagedKVCacheWrapper",
+        "BatchMLAPagedAttentionWrapper",
         "CUDAGraphBatchDecodeWithPagedKVCacheWrapper",
         "MultiLevelCascadeAttentionWrapper",
         "fast_decode_plan",
         "single_decode_with_kv_cache",
         "trtllm_batch_decode_with_kv_cache",
+        "trtllm_batch_decode_with_kv_cache_mla",
         "xqa_batch_decode_with_kv_cache",
+        "xqa_batch_decode_with_kv_cache_mla",
     ),
     "surfaces.optimum_neuron": ("SlotKVCacheManager",),
     "surfaces.transformer_engine": (

@@ -9,7 +9,9 @@ from graphdecode.surfaces.flashinfer import (
     fast_decode_plan,
     single_decode_with_kv_cache,
     trtllm_batch_decode_with_kv_cache,
+    trtllm_batch_decode_with_kv_cache_mla,
     xqa_batch_decode_with_kv_cache,
+    xqa_batch_decode_with_kv_cache_mla,
 )
 
 __all__ = [
@@ -18,7 +20,9 @@ __all__ = [
     "fast_decode_plan",
     "single_decode_with_kv_cache",
     "trtllm_batch_decode_with_kv_cache",
+    "trtllm_batch_decode_with_kv_cache_mla",
     "xqa_batch_decode_with_kv_cache",
+    "xqa_batch_decode_with_kv_cache_mla",
 ]
 
 

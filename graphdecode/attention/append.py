@@ -160,3 +160,41 @@ def append_paged_kv_cache(
         require_fit(name, given, ("entries" if name.startswith("kv_") else tokens,), torch.int32)
     require_fit("kv_last_page_len", kv_last_page_len, (kv_indptr.shape[0] - 1,))
     paged_append(k_cache, v_cache, append_key, append_value, batch_indices, positions, kv_indices, kv_indptr)
+
+
+def append_paged_mla_kv_cache(
+    append_ckv: Tensor,
+    append_kpe: Tensor,
+    batch_indices: Tensor,
+    positions: Tensor,
+    ckv_cache: Tensor,
+    kpe_cache: Tensor,
+    kv_indices: Tensor,
+    kv_indptr: Tensor,
+    kv_last_page_len: Tensor,
+) -> None:
+    """Write new latent vectors and rotated channels to their places in the pages.
+
+    Args:
+        append_ckv: [nnz, head_dim_ckv].
+        append_kpe: [nnz, head_dim_kpe].
+        batch_indices, positions, kv_indices, kv_indptr, kv_last_page_len: as for `append_paged_kv_cache`.
+        ckv_cache: [pages, page_size, head_dim_ckv], strided but for the last dimension; a view of one tensor, too.
+        kpe_cache: [pages, page_size, head_dim_kpe].
+
+    Raises:
+        ValueError: shapes or dtypes do not fit.
+    """
+    parts = {"append_ckv": append_ckv, "append_kpe": append_kpe, "ckv_cache": ckv_cache, "kpe_cache": kpe_cache}
+    require_tensors(**parts)
+    for name, part in parts.items():
+        require_fit(
+            name, part, ("tokens", "channels") if name.startswith("append") else ("pages", "page_size", "channels")
+        )
+    require_fit("kpe_cache", kpe_cache, (*ckv_cache.shape[:2], "channels"), ckv_cache.dtype)
+    require_fit("append_ckv", append_ckv, ("tokens", ckv_cache.shape[2]))
+    require_fit("append_kpe", append_kpe, (len(append_ckv), kpe_cache.shape[2]))
+    append_paged_kv_cache(
+        append_ckv.unsqueeze(1), append_kpe.unsqueeze(1), batch_indices, positions,
+        (ckv_cache.unsqueeze(2), kpe_cache.unsqueeze(2)), kv_indices, kv_indptr, kv_last_page_len,
+    )  # fmt: skip

@@ -161,8 +161,15 @@ def logits_of(
     return Logits(options, 2.0 / cap if cap > 0.0 else 0.0, -2.0 / head_dim * math.log2(rope_theta), rope_scale)
 
 
-def rope_dim_of(k_cache: Tensor, v_cache: Tensor) -> int:
-    """Return how many channels of latent keys come before the values; 0 if the values have memory of their own."""
+def is_in_parts(q: Tensor, k_cache: Tensor) -> bool:
+    """Return whether the last channels of keys are the values, and `k_cache` has those before them alone."""
+    return q.shape[-1] > k_cache.shape[-1]
+
+
+def rope_dim_of(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> int:
+    """Return how many channels of latent keys come before the values; 0 if the values are no part of the keys."""
+    if is_in_parts(q, k_cache):
+        return k_cache.shape[-1]
     skipped = k_cache.shape[-1] - v_cache.shape[-1]
     is_latent = v_cache.data_ptr() == k_cache.data_ptr() + skipped * k_cache.itemsize
     return skipped if is_latent and v_cache.stride() == k_cache.stride() else 0
@@ -171,10 +178,12 @@ def rope_dim_of(k_cache: Tensor, v_cache: Tensor) -> int:
 def can_compile(q: Tensor, k_cache: Tensor, v_cache: Tensor, *others: Tensor) -> bool:
     """Return whether C attends with such queries over such a cache; all but latent values must be contiguous."""
     is_known = k_cache.dtype == v_cache.dtype and k_cache.dtype in (q.dtype, *CODES) and k_cache.shape[3] % LANES == 0
+    if is_in_parts(q, k_cache):
+        return False
     if k_cache.shape == v_cache.shape:
         others = (v_cache, *others)
     else:
-        rope_dim = rope_dim_of(k_cache, v_cache)
+        rope_dim = rope_dim_of(q, k_cache, v_cache)
         is_known = is_known and rope_dim > 0 and rope_dim % (2 * LANES) == 0
     return is_known and all(tensor.is_contiguous() for tensor in (q, k_cache, *others))
 
@@ -188,9 +197,9 @@ def meta_of(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, tile: dict[str, int], options: AttentionOptions, **others: Any
 ) -> AttentionMeta:
     """Return the constants of a kernel over such tensors; `others` are fields of it."""
-    rope_dim = rope_dim_of(k_cache, v_cache)
+    rope_dim = rope_dim_of(q, k_cache, v_cache)
     return AttentionMeta(
-        HEAD_DIM=k_cache.shape[-1],
+        HEAD_DIM=q.shape[-1],
         VALUE_DIM=v_cache.shape[-1],
         COMPUTE=compute_dtype(q.dtype, k_cache.dtype),
         KV_BITS=cache_bytes(k_cache)[1],

@@ -179,7 +179,8 @@ def attend_row(
 
     Args:
         q: [1, hkv, n, group, d] queries of the positions kv_len - n .. kv_len - 1.
-        k: [1, hkv, m, d] keys of the positions kv_len - m .. kv_len - 1, as `row_entries` gives them.
+        k: [1, hkv, m, d] keys of the positions kv_len - m .. kv_len - 1, as `row_entries` gives them; with fewer
+            channels than queries, those before the values, which are the others.
         v: [1, hkv, m, dv] values of the same positions.
         kv_len: the row's length in tokens.
         options: what becomes of the logits, scales of queries and keys included.
@@ -296,7 +297,11 @@ def _general(
     wide = q.float()
     if positions.position_mode == "ROPE_LLAMA":
         wide = rotate_half(wide.transpose(1, 2), q_at, positions.rope_scale, positions.rope_theta).transpose(1, 2)
-    logits = torch.einsum("hqgd,hkd->hqgk", wide, k).mul_(options.scale_of(dim))
+    of_k = k.shape[-1]
+    logits = torch.einsum("hqgd,hkd->hqgk", wide[..., :of_k], k)
+    if of_k < dim:  # the other channels of keys are the values
+        logits += torch.einsum("hqgd,hkd->hqgk", wide[..., of_k:], v)
+    logits *= options.scale_of(dim)
     if options.logits_soft_cap > 0.0:
         logits = torch.tanh_(logits.div_(options.logits_soft_cap)).mul_(options.logits_soft_cap)
     if positions.position_mode == "ALIBI":

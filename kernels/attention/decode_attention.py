@@ -98,8 +98,8 @@ def decode_attention_triton(
 ) -> None:
     """Launch the kernel; see `decode_attention` for the arguments."""
     heads = Heads(q_len, q.shape[1] // k_cache.shape[2], k_cache.shape[2])
-    queries, head_dim = heads.group * q_len, k_cache.shape[-1]
-    own_dim = head_dim - rope_dim_of(k_cache, v_cache)
+    queries, head_dim = heads.group * q_len, q.shape[-1]
+    own_dim = head_dim - rope_dim_of(q, k_cache, v_cache)
     tile = decode_tile(queries, own_dim, v_cache.shape[-1], q.dtype, k_cache.dtype)
     tile |= merge_sizes(queries, tile)
     mode, *rope = positions
@@ -148,7 +148,8 @@ def decode_attention(
         q: [rows * q_len, hq, d], any strides but the last; fp16, bf16 or fp32.
         k_cache: [pages, page_size, hkv, d], any strides; fp16, bf16, fp32, fp8 e4m3 or e5m2, or int8
             with `scales`.
-        v_cache: [pages, page_size, hkv, dv]; of latent keys their last dv channels, a view: see `rope_dim_of`.
+        v_cache: [pages, page_size, hkv, dv]; of latent keys their last dv channels: a view of them, or, where
+            `k_cache` has the d - dv channels before them alone, a tensor of its own.
         table: int32, pages of each row: [rows, max_pages], or with `indptr` the concatenation of all rows' pages.
         indptr: int32 [rows + 1], where each row begins in `table`; None for a dense table.
         work: the plan of the rows, and its workspace.
@@ -160,7 +161,7 @@ def decode_attention(
         scales: of the entries of an int8 cache; else None.
     """
     rows = q.shape[0] // q_len
-    kv_heads, dim = k_cache.shape[2:]
+    kv_heads, dim = k_cache.shape[2], q.shape[-1]
     lengths, pages = work.kv_lens.numpy()[:rows], table.numpy()
     starts = None if indptr is None else indptr.numpy()
     split = (rows, q_len, kv_heads, q.shape[1] // kv_heads)

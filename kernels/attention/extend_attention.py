@@ -134,9 +134,9 @@ def extend_attention_triton(
     """Launch the kernel; see `extend_attention`."""
     count = cu_seqlens_q.shape[0] - 1
     packed = q.dim() == 3
-    kv_heads, head_dim = k_cache.shape[2:]
+    kv_heads, head_dim = k_cache.shape[2], q.shape[-1]
     group = q.shape[-2] // kv_heads
-    own_dim = head_dim - rope_dim_of(k_cache, v_cache)
+    own_dim = head_dim - rope_dim_of(q, k_cache, v_cache)
     tile = tile_sizes(queries_at_once(q.device), own_dim, v_cache.shape[-1], q.dtype, k_cache.dtype)
     table = page_table if page_table is not None else torch.arange(count, dtype=torch.int32, device=q.device)
     meta = meta_of(
@@ -183,7 +183,7 @@ def extend_attention(
         lse: fp32, like out without its last dimension, base 2; or None.
         q: [tokens, hq, d] packed, or [rows, width, hq, d] with each row's queries at its beginning.
         k_cache: [pages, page_size, hkv, d], any strides; as for `decode_attention`.
-        v_cache: [pages, page_size, hkv, dv].
+        v_cache: [pages, page_size, hkv, dv]; likewise.
         cu_seqlens_q: int32 [rows + 1], queries of each row, cumulative.
         cu_seqlens_kv: int32 [rows + 1], tokens of each row, queries included, cumulative.
         page_table: int32 [rows, max_pages]; None where page i of the cache is row i.

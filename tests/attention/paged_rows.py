@@ -58,11 +58,15 @@ class PagedRows:
         dtype: torch.dtype,
         value_dim: int | None = None,
         is_latent: bool = False,
+        is_in_parts: bool = False,
         layout: str = "NHD",
         device: str = "cpu",
         seed: int = 0,
     ) -> PagedRows:
-        """Return rows whose values are their own, or with `is_latent` the last `value_dim` channels of the keys."""
+        """Return rows whose values are their own, or with `is_latent` the last `value_dim` channels of the keys.
+
+        With `is_in_parts` these are a tensor apart, and `k_cache` has the other channels alone.
+        """
         draw = torch.Generator().manual_seed(seed)
         counts = [-(-n // page_size) for n in lens]
         pool = sum(counts) + 3
@@ -98,6 +102,8 @@ class PagedRows:
             caches = [both[:, 0], both[:, 1]]
         if is_latent:
             caches[1], rows[1] = caches[0][..., -value_dim:], [keys[..., -value_dim:] for keys in rows[0]]
+        if is_in_parts:
+            caches = [caches[0][..., :-value_dim].clone(), caches[1].clone()]
         table = torch.full((len(lens), max([*counts, 1])), unused, dtype=torch.int32)
         indices = torch.tensor(order[: sum(counts)], dtype=torch.int32)
         starts = torch.tensor([0, *counts]).cumsum(0).to(torch.int32)

@@ -134,6 +134,7 @@ def check(version, case: dict, device: str, seed: int) -> None:
         head_dim=head_dim,
         value_dim=case.get("value_dim"),
         is_latent=case.get("is_latent", False),
+        is_in_parts=case.get("is_in_parts", False),
         dtype=kv_dtype,
         layout=case["layout"],
         device=device,
@@ -263,9 +264,11 @@ LATENT_CASES = [
 
 
 @pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("is_in_parts", [False, True])
 @pytest.mark.parametrize("number", range(len(LATENT_CASES)))
-def test_values_may_be_the_last_channels_of_latent_keys(version, number, device):
+def test_values_may_be_the_last_channels_of_latent_keys(version, is_in_parts, number, device):
     case = LATENT | LATENT_CASES[number] | {"window_left": -1 + 8 * (number % 2), "soft_cap": 0.0, "fixed_split": 0}
+    case["is_in_parts"] = is_in_parts
     if version is decode_attention_native and (case["head_dim"] - case["value_dim"]) % 32:
         pytest.skip("compiled kernels take whole vectors")
     if version is decode_attention_triton and case["head_dim"] > 512:

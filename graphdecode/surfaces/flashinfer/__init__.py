@@ -9,20 +9,27 @@ from .batch_decode import (
     CUDAGraphBatchDecodeWithPagedKVCacheWrapper,
     fast_decode_plan,
 )
+from .batch_mla import BatchMLAPagedAttentionWrapper
 from .cascade import MultiLevelCascadeAttentionWrapper
+from .mla_rows import MLAPlanMetadata
 from .shared_prefix import BatchDecodeWithSharedPrefixPagedKVCacheWrapper
 from .single_decode import single_decode_with_kv_cache
 from .table_decode import trtllm_batch_decode_with_kv_cache, xqa_batch_decode_with_kv_cache
+from .table_mla import trtllm_batch_decode_with_kv_cache_mla, xqa_batch_decode_with_kv_cache_mla
 
 __all__ = [
     "BatchDecodeWithPagedKVCacheWrapper",
     "BatchDecodeWithSharedPrefixPagedKVCacheWrapper",
+    "BatchMLAPagedAttentionWrapper",
     "CUDAGraphBatchDecodeWithPagedKVCacheWrapper",
+    "MLAPlanMetadata",
     "MultiLevelCascadeAttentionWrapper",
     "fast_decode_plan",
     "single_decode_with_kv_cache",
     "trtllm_batch_decode_with_kv_cache",
+    "trtllm_batch_decode_with_kv_cache_mla",
     "xqa_batch_decode_with_kv_cache",
+    "xqa_batch_decode_with_kv_cache_mla",
 ]
 
 
