@@ -70,7 +70,7 @@ def shown(value: Any, *, plain: bool = False) -> str:
 
 _OF_FLASHINFER = {  # part of a name -> what to use instead
     "prefill": "LLM and Engine compute prompts; graphdecode.attention.cached_attention attends from many queries",
-    "mla": "LLM runs models with latent attention",
+    "mla": "graphdecode.mla has latent attention over all keys of a row",
     "attention": "graphdecode.attention.cached_attention attends from many queries",
     "sampling": "SamplingParams says how LLM and Engine sample",
 }

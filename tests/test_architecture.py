@@ -17,7 +17,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 FLOORS = (
     # what people import
-    ("graphdecode", "graphdecode.__main__", "graphdecode.cascade", "graphdecode.cli", "graphdecode.decode"),
+    ("graphdecode", *(f"graphdecode.{name}" for name in ("__main__", "cascade", "cli", "decode", "mla"))),
     ("graphdecode.server",),
     ("graphdecode.profiling",),
     ("graphdecode.convert",),

@@ -186,7 +186,7 @@ def append_paged_mla_kv_cache(
         ValueError: shapes or dtypes do not fit.
     """
     parts = {"append_ckv": append_ckv, "append_kpe": append_kpe, "ckv_cache": ckv_cache, "kpe_cache": kpe_cache}
-    require_tensors(**parts)
+    require_tensors(ckv_cache.device if isinstance(ckv_cache, Tensor) else None, **parts)
     for name, part in parts.items():
         require_fit(
             name, part, ("tokens", "channels") if name.startswith("append") else ("pages", "page_size", "channels")

@@ -81,6 +81,7 @@ from graphdecode.kernels.sampling.sampling_slots import (
 )
 from graphdecode.kernels.speculation import ngram_draft, verify_drafts
 from graphdecode.kernels.speculation.verify_drafts import DRAFT_COLUMNS
+from graphdecode.kernels.surfaces import query_rows
 from step_code.compiled import compiled
 from step_code.sass import usage_of
 
@@ -247,7 +248,20 @@ def latent_cases() -> dict[str, Callable[[], None]]:
         given = (q[:, :count], cache, keys[:, :, :0], qkv, lens, lens, lens, table, rope)
         rope_append.rope_append_triton(*given)
 
+    def in_parts(element: torch.dtype) -> None:
+        caches = [torch.empty(PAGES, PAGE_SIZE, 1, size, dtype=element) for size in (rope_dim, rank)]
+        starts, lse = torch.empty(ROWS, dtype=torch.int32), torch.empty(ROWS, heads)
+        given = (q, *caches, torch.empty(ROWS * WIDTH, dtype=torch.int32), starts)
+        decode_attention.decode_attention_triton(out, lse, *given, work, 1, 33, options, 1.0, Positions(), None)
+
+    def single_queries(indptr: torch.Tensor | None) -> None:
+        query_rows.query_rows_triton(lens, lens, cumulative, indptr, lens, WIDTH, PAGE_SIZE, True)
+
     return {
+        "decode-latent-parts": lambda: in_parts(torch.bfloat16),
+        "decode-latent-parts-fp8": lambda: in_parts(torch.float8_e4m3fn),
+        "query-rows": lambda: single_queries(cumulative),
+        "query-rows-table": lambda: single_queries(None),
         "decode-latent": lambda: decode_attention.decode_attention_triton(
             out, None, q, keys, keys[..., rope_dim:], table, None, work, 1, 33, options, 1.0, Positions(), None
         ),

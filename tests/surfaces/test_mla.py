@@ -10,6 +10,8 @@ from attention_oracle import Options, attend
 from paged_rows import PagedRows, tolerance
 
 from graphdecode import BucketLadder, GraphManager, Slot, StepBuffers, append_paged_mla_kv_cache
+from graphdecode.kernels.native.registration import versions
+from graphdecode.kernels.surfaces.query_rows import query_rows_triton
 from graphdecode.mla import (
     BatchMLAPagedAttentionWrapper,
     MLAPlanMetadata,
@@ -17,6 +19,7 @@ from graphdecode.mla import (
     xqa_batch_decode_with_kv_cache_mla,
 )
 
+query_rows_torch = versions("query_rows").torch
 HEADS, CKV, KPE, PAGE = 4, 32, 16, 8
 SCALE = 0.17
 LN_2 = math.log(2.0)
@@ -228,6 +231,25 @@ def test_captured_once_it_is_right_at_any_later_batch_and_lengths(is_table, devi
             assert not replayed[tokens:].any()
             graphs.run_eager(6)
             assert torch.equal(buffers.out, replayed)
+
+
+@pytest.mark.parametrize("version", [query_rows_triton, query_rows_torch])
+@pytest.mark.parametrize("is_table", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+def test_each_query_is_a_row_with_the_keys_that_it_sees(version, is_table, causal, device):
+    device = device if version is query_rows_triton else "cpu"
+    starts, lengths = (torch.full((9,), -7, dtype=torch.int32, device=device) for _ in range(2))
+    q_indptr, kv_indptr, kv_lens = (
+        torch.tensor(each, dtype=torch.int32, device=device)
+        for each in ([0, 2, 2, 6, 7], [0, 2, 2, 5, 5], [7, 0, 12, 0])
+    )
+    width = 3 if is_table else 5
+    version(starts, lengths, q_indptr, None if is_table else kv_indptr, kv_lens, width, 4, causal)
+    rows = [0, 0, 2, 2, 2, 2, 3]
+    begins = [row * width if is_table else kv_indptr[row].item() for row in rows]
+    seen = [6, 7, 9, 10, 11, 12, 0] if causal else [7, 7, 12, 12, 12, 12, 0]
+    assert starts.tolist() == [*begins, 0, 0]
+    assert lengths.tolist() == [*seen, 0, 0]
 
 
 def attended(latents, device, function=trtllm_batch_decode_with_kv_cache_mla, **others):

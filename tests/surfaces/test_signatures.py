@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import graphdecode
-from graphdecode import decode
+from graphdecode import decode, mla
 
 SIGNATURES = json.loads(Path(__file__).with_name("signatures.json").read_text())
 _TRAINING = "of training, or of several devices: a decode runtime has neither"
@@ -40,8 +40,7 @@ NOT_OFFERED = {
     "TransformerLayer.set_context_parallel_group": _TRAINING,
 }
 # classes that are not here at all
-ABSENT = {"BatchMLAPagedAttentionWrapper"}
-ABSENT |= {"append_paged_mla_kv_cache", "top_k_top_p_sampling_from_probs"}
+ABSENT = {"top_k_top_p_sampling_from_probs"}
 # (function, parameter) -> why it has another default
 OTHER_DEFAULTS = {
     ("BatchDecodeWithPagedKVCacheWrapper.reset_workspace_buffer", "int_workspace_buffer"): "it has no effect",
@@ -68,7 +67,10 @@ def _rows():
 def _found(name):
     """Return what a name means here; None: nothing."""
     owner, _, method = name.partition(".")
-    found = getattr(graphdecode, owner, None) or vars(decode).get(owner) if owner not in ABSENT else None
+    places = (graphdecode, decode, mla)
+    found = (
+        None if owner in ABSENT else next((getattr(place, owner) for place in places if hasattr(place, owner)), None)
+    )
     if found is None or not method:
         return found
     found = inspect.getattr_static(found, method, None)

@@ -25,6 +25,8 @@ _ORIGINALS: dict[str, dict[str, tuple[str, ...]]] = {
             "xqa_batch_decode_with_kv_cache",
         ),
         "flashinfer/mla/_batch_mla/_wrapper.py": ("BatchMLAPagedAttentionWrapper",),
+        "flashinfer/mla/_batch_mla/_contracts.py": ("MLAPlanMetadata",),
+        "flashinfer/mla/_core.py": ("trtllm_batch_decode_with_kv_cache_mla", "xqa_batch_decode_with_kv_cache_mla"),
         "flashinfer/cascade.py": (
             *("merge_state", "merge_state_in_place", "merge_states", "MultiLevelCascadeAttentionWrapper"),
             "BatchDecodeWithSharedPrefixPagedKVCacheWrapper",

@@ -198,9 +198,9 @@ class BatchMLAPagedAttentionWrapper:
         require_choice("lse_mode", lse_mode, _LSE_MODES)
         require_choice("scale_mode", scale_mode, _SCALE_MODES)
         require_numbers(sm_scale=sm_scale)
-        problem = LatentProblem(
-            num_heads, head_dim_ckv, head_dim_kpe, page_size, *planned_dtypes(q_data_type, kv_data_type, None)
-        )  # type: ignore[arg-type]
+        sizes: list[Any] = [num_heads, head_dim_ckv, head_dim_kpe, page_size]
+        sizes += planned_dtypes(q_data_type, kv_data_type, None)
+        problem = LatentProblem(*sizes)
         out_dtype = problem.q_dtype if output_dtype is None else output_dtype
         if out_dtype not in (problem.q_dtype, *OUT_DTYPES):
             raise ValueError(f"output_dtype must be float16, bfloat16, float32 or q_data_type, got {output_dtype!r}")
@@ -345,8 +345,8 @@ class BatchMLAPagedAttentionWrapper:
         out, lse = self._results(contract, shape, out, lse, return_lse, return_lse_base_on_e)
         if contract.use_sinks and sinks is None:
             raise ValueError(f"sinks must be {problem.num_heads} numbers, as use_sinks was planned, got None")
-        scales = {name: number_of(name, value) for name, value in (("ckv_scale", ckv_scale), ("kpe_scale", kpe_scale))}
-        if scales["ckv_scale"] == 0.0:
+        scales = (number_of("ckv_scale", ckv_scale), number_of("kpe_scale", kpe_scale))
+        if scales[0] == 0.0:
             raise ValueError("ckv_scale must not be 0, got 0.0")
         sm_scale = number_of("bmm1_scale", bmm1_scale, contract.sm_scale)
         out_scale, sinks = number_of("bmm2_scale", bmm2_scale), sinks_of(sinks, problem.num_heads, self.device)
@@ -354,7 +354,7 @@ class BatchMLAPagedAttentionWrapper:
         plan = SplitPlan(work.kv_lens, work.plan, *self._partials(problem, work), work.counters)
         attend_to_latents(
             out, lse, queries, caches, rows.pages.reshape(-1), work.starts, plan, max_items=work.max_items,
-            sm_scale=sm_scale, sinks=sinks, out_scale=out_scale, **scales,
+            sm_scale=sm_scale, sinks=sinks, ckv_scale=scales[0], kpe_scale=scales[1], out_scale=out_scale,
         )  # fmt: skip
         if lse is not None and return_lse_base_on_e:
             lse.mul_(LN_2)
@@ -371,12 +371,12 @@ class BatchMLAPagedAttentionWrapper:
             each = torch.arange(tokens + 1, dtype=torch.int32, device=self.device)
             rows = MLARows(each, None, page_table.contiguous(), kv_len)
             return rows, self._planned(contract, rows, tokens)
-        rows, work = self._rows, self._work
-        assert rows is not None
+        held, work = self._rows, self._work
+        assert held is not None
         assert work is not None
-        if tokens > work.queries or (self._is_captured and rows.kv_indptr is None):
-            self._work = work = self._planned(contract, rows, max(tokens, work.queries), work)
-        return rows, work
+        if tokens > work.queries or (self._is_captured and held.kv_indptr is None):
+            self._work = work = self._planned(contract, held, max(tokens, work.queries), work)
+        return held, work
 
     def _results(
         self, contract: _Contract, shape: torch.Size, out: Tensor | None, lse: Tensor | None, returns: bool, on_e: bool
@@ -409,7 +409,7 @@ def _parts_of(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return the two parts of queries or keys: of a pair, or views of one tensor; of both these, the pair."""
     if whole is None:
-        require_tensors(**{first_name: first, second_name: second})
+        require_tensors(None, **{first_name: first, second_name: second})
         assert first is not None
         assert second is not None
         return first, second
