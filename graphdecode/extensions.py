@@ -44,13 +44,11 @@ class EntryPoints:
 
     def __init__(self, group: str, register: Callable[[str, Any], None], registry: _Registry) -> None:
         self._group, self._register = group, register
-        self._is_finding = self._found = False
+        self._is_finding = self.is_found = False  # the latter: when all are loaded
         _REGISTRIES.append(registry)
 
     def find(self) -> None:
-        """Load the entry points at the first call; one that fails is logged and skipped."""
-        if self._found:
-            return
+        """Load the entry points, unless `is_found`; one that fails is logged and skipped."""
         with _LOCK:
             if self._is_finding:  # called by a module that is being imported
                 return
@@ -63,7 +61,7 @@ class EntryPoints:
                 except (Exception, SystemExit) as error:  # whatever the module raises
                     reason = " ".join(_message_of(error).split())
                     _LOG.warning("graphdecode: %s is left out: %s", _named(entry), reason)
-            self._found = True
+            self.is_found = True
 
 
 def load_modules(files: Sequence[str | Path]) -> None:

@@ -44,7 +44,8 @@ _OUTSIDE = EntryPoints("graphdecode.forms", lambda _, form: register_form(form),
 
 
 def _known_forms() -> list[type[WeightForm]]:
-    _OUTSIDE.find()
+    if not _OUTSIDE.is_found:
+        _OUTSIDE.find()
     return FORMS
 
 

@@ -2,8 +2,7 @@
 
 from .available import Memory, free_bytes, host_memory, resident_bytes, total_bytes
 from .garbage import collector_paused, collector_spared
-from .huge_pages import start_joining_pages, wait_for_joined_pages
-from .release import check_can_release, release_memory, trim_heap
+from .pages import check_can_release, release_memory, start_joining_pages, trim_heap, wait_for_joined_pages
 from .reserved import GRANULE, ReservedMemory, check_can_reserve
 
 __all__ = [

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from graphdecode.errors import EngineStateError, NotSupportedError
 from graphdecode.memory.available import total_bytes
-from graphdecode.memory.release import storage_spans
+from graphdecode.memory.pages import storage_spans
 
 try:
     from cuda.bindings import driver

@@ -1,42 +1,16 @@
 """What a model is and takes, found without reading its weights."""
 
-import math
 from pathlib import Path
 
 import torch
 
-from graphdecode.errors import ArgumentError
 from graphdecode.models.config import ModelConfig, ModelShape
-from graphdecode.models.family import family_of, known_families
-from graphdecode.models.fields import read_json
+from graphdecode.models.family import family_of
 from graphdecode.models.fit import checked_weight_map
-from graphdecode.models.multimodal import text_settings
-from graphdecode.models.source import Source, open_source
-from graphdecode.models.transformers_backend import AdoptedConfig, AdoptedFolder
-from graphdecode.models.weight_map import parts
+from graphdecode.models.source import adopted_folder, open_source
+from graphdecode.models.transformers_backend import AdoptedConfig
+from graphdecode.models.weight_map import num_values
 from graphdecode.models.weights import can_adapt, is_of_experts
-
-MODEL_IMPLS = ("auto", "native", "transformers")
-
-
-def adopted_folder(
-    source: Source, model_impl: str = "auto", *, trust_remote_code: bool = False
-) -> AdoptedFolder | None:
-    """Return the source's model to be run by transformers; None if a family of ours runs it."""
-    if model_impl not in MODEL_IMPLS:
-        raise ArgumentError(f"model_impl must be one of {', '.join(MODEL_IMPLS)}, got {model_impl!r}")
-    folder: Path | None = getattr(source, "folder", None)
-    if model_impl == "native" or (folder is None and model_impl == "auto"):
-        return None
-    if folder is None:
-        raise ArgumentError(f"model_impl='transformers' runs checkpoint folders, and {source.name} is none")
-    file = folder / "config.json"
-    if model_impl == "auto":
-        named = text_settings(read_json(file)).get("architectures") if file.exists() else None
-        name = named[0] if isinstance(named, list) and named else None
-        if not isinstance(name, str) or name in known_families():  # the native path reports a missing name
-            return None
-    return AdoptedFolder(folder, trust_remote_code=trust_remote_code)
 
 
 def describe_model(
@@ -66,9 +40,7 @@ def num_parameters(config: ModelConfig | AdoptedConfig) -> int:
     """Return the number of a model's parameters."""
     if isinstance(config, AdoptedConfig):
         return config.num_parameters
-    weight_map = family_of(config.architecture).weights(config)
-    each = {part.name: part.shape for part in parts(weight_map)}  # keys may be values
-    return sum(map(math.prod, each.values()))
+    return num_values(family_of(config.architecture).weights(config))
 
 
 def adapter_bytes(

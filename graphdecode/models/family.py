@@ -113,7 +113,8 @@ _OUTSIDE = EntryPoints("graphdecode.families", lambda _, family: register_family
 
 def known_families() -> Collection[str]:
     """Return the architectures of all families, including those of other packages."""
-    _OUTSIDE.find()
+    if not _OUTSIDE.is_found:
+        _OUTSIDE.find()
     return FAMILIES.keys()
 
 

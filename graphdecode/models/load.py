@@ -25,17 +25,16 @@ from graphdecode.models.adapters import AdapterSlots
 from graphdecode.models.cache_scales import read_cache_scales
 from graphdecode.models.config import ModelConfig, ModelShape
 from graphdecode.models.decoder import Decoder
-from graphdecode.models.describe import adopted_folder, num_parameters
 from graphdecode.models.device import resolve_dtype
 from graphdecode.models.family import HEAD, family_of
 from graphdecode.models.fit import checked_weight_map, fitted_config, skipped_tensors, summary
 from graphdecode.models.model import Model
 from graphdecode.models.quantized.methods import METHODS
 from graphdecode.models.quantized.on_load import FORMS_OF, QuantizingSource, quantized_on_load
-from graphdecode.models.source import Source, open_source
+from graphdecode.models.source import Source, adopted_folder, open_source
 from graphdecode.models.split import SplitSource, split_config
 from graphdecode.models.transformers_backend import AdoptedConfig, AdoptedFolder
-from graphdecode.models.weight_map import Part, WeightMap, parts
+from graphdecode.models.weight_map import Part, WeightMap, num_values, parts
 from graphdecode.models.weights import Weights, can_adapt
 
 log = logging.getLogger(__name__)
@@ -60,7 +59,7 @@ def weight_bytes(
     """
     source = open_source(model)
     if isinstance(config, AdoptedConfig):
-        return num_parameters(config) * dtype.itemsize
+        return config.num_parameters * dtype.itemsize
     config, keeps_blocks = fitted_config(source, config), _has_blocks(source, device, native.is_expected)
 
     def size(part: Part) -> int:
@@ -132,7 +131,11 @@ def load_model(
         quantize = None
     elif quantize is None and folder is None and _has_blocks(source, device, native.library):
         quantize = "gguf"
-    tuner = LinearTuner(num_parameters(config) * chosen.itemsize, ChoiceCache())
+    if isinstance(config, AdoptedConfig):
+        num_parameters = config.num_parameters
+    else:
+        num_parameters = num_values(family_of(config.architecture).weights(config))
+    tuner = LinearTuner(num_parameters * chosen.itemsize, ChoiceCache())
     options = FormOptions(device, chosen, tuner, batch_sizes, quantize, batch_invariant)
     options = _checked_options(options, config, quantize_group_size)
     slots = (max_adapters, max_adapter_rank, adapt_experts)

@@ -1,7 +1,8 @@
 """Weight maps: names in a model -> tensors of a source; and the check of a source's tensors."""
 
+import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from graphdecode.errors import GraphdecodeError
@@ -55,10 +56,14 @@ def product(
     return {place: tuple(weights)} | ({f"{place}.bias": tuple(biases)} if bias else {})
 
 
-def parts(weight_map: WeightMap) -> Iterator[Part]:
-    """Yield every tensor of a map."""
-    for found in weight_map.values():
-        yield from found
+def parts(weight_map: WeightMap) -> list[Part]:
+    """Return every tensor of a map."""
+    return [part for of_name in weight_map.values() for part in of_name]
+
+
+def num_values(weight_map: WeightMap) -> int:
+    """Return the number of values of all tensors; one that has several names in the model counts once."""
+    return sum(map(math.prod, {part.name: part.shape for part in parts(weight_map)}.values()))
 
 
 def check(name: str, tensors: Mapping[str, Stored], weight_map: WeightMap, unused: frozenset[str]) -> None:

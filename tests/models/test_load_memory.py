@@ -12,7 +12,7 @@ import torch
 from compiled_kernels import compiled
 from safetensors.torch import save_file
 
-from graphdecode.memory.huge_pages import HUGE_PAGE, filled_pages, join_pages
+from graphdecode.memory.pages import HUGE_PAGE, filled_pages, join_pages
 from graphdecode.models import config_of, resolve_model_path
 from graphdecode.models.family import family_of
 from graphdecode.models.weight_map import parts

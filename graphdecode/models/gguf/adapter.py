@@ -48,12 +48,12 @@ def read_gguf_adapter(path: Path, config: ModelShape) -> Iterator[tuple[str, Ten
         if len(pair) < 2:
             raise UnsupportedModelError(f"{base} has only one of A and B")
         rows, columns = pair["lora_b"].shape[0], pair["lora_a"].shape[1]
-        views = [*architecture.views(metadata, {base: pair["lora_b"]})]
+        views = architecture.views(metadata, {base: pair["lora_b"]})
         if not views:
             raise UnsupportedModelError(
                 f"{base} is one of several tensors of a product, and adapters of it are not read"
             )
-        for weight, view in views:
+        for weight, view in views.items():
             assert isinstance(view, TensorView)  # others are of several tensors
             head_dim, orders = config.head_dim if view.head_dim else 0, (view.rows, view.columns)
             if head_dim and rows % head_dim:

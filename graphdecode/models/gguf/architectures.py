@@ -133,9 +133,11 @@ class Architecture:
             **self.more(metadata),
         }
 
-    def views(self, fields: Mapping[str, Any], stored: Mapping[str, GgufTensor]) -> Iterator[tuple[str, View]]:
-        """Yield all tensors as transformers has them, by its names; those without one by their own."""
-        metadata = Metadata(fields)
+    def views(self, fields: Mapping[str, Any], stored: Mapping[str, GgufTensor]) -> dict[str, View]:
+        """Return all tensors as transformers has them, by its names; those without one by their own."""
+        return dict(self._views(Metadata(fields), stored))
+
+    def _views(self, metadata: Metadata, stored: Mapping[str, GgufTensor]) -> Iterator[tuple[str, View]]:
         joins = self.joins(metadata)
         joined = {part for join in joins.values() for part in join.parts}
         layers = f"{self.outer['token_embd'].partition('.')[0]}.layers"  # in transformers, beside the embedding

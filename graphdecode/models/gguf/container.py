@@ -48,11 +48,12 @@ class GgufTensor(NamedTuple):
 
     def read(self, first: int, count: int) -> np.ndarray:
         """Return the bytes, uint8, of `count` values from `first` on, in whole blocks."""
-        size = self.block.size(count)
-        found = np.fromfile(self.path, np.uint8, size, offset=self.offset + self.block.size(first))
-        if len(found) < size:
+        block, values = self.block.nbytes, self.block.values
+        size = count // values * block
+        read = np.fromfile(self.path, np.uint8, size, offset=self.offset + first // values * block)
+        if len(read) < size:
             raise CheckpointError(f"{self.path} has become shorter while it was read")
-        return found
+        return read
 
 
 class GgufFile(NamedTuple):

@@ -71,10 +71,8 @@ class Gguf:
 
     def read_quantized(self, name: str, expert: int | None = None) -> QuantizedWeight | None:
         """Return a matrix as it is stored; None if it is not in blocks."""
-        view = self._views[name]
-        if not view.keeps_blocks or view.block_type not in GGUF_BLOCKS:
-            return None
-        return GgufBlocks(view.blocks, view.block_type)
+        view, block_type = self._views[name], self.tensors[name].dtype
+        return GgufBlocks(view.blocks, block_type) if block_type in GGUF_BLOCKS and view.keeps_blocks else None
 
     def _further_layers(self) -> tuple[str, ...]:
         """Return the prefixes of tensors behind the decoder's last layer."""
@@ -95,4 +93,4 @@ class Gguf:
 
     @cached_property
     def _views(self) -> Mapping[str, TensorView | JoinedView]:
-        return dict(self._architecture.views(self._metadata, self._stored))
+        return self._architecture.views(self._metadata, self._stored)
