@@ -23,6 +23,14 @@ class ConfigError(ArgumentError):
     """A configuration cannot be used; the message names the file, the key and the line or value."""
 
 
+class UnsupportedModelError(GraphdecodeError, ValueError):
+    """A model that is not supported; the message lists what is."""
+
+
+class CheckpointError(GraphdecodeError, ValueError):
+    """A checkpoint does not match its configuration; the message names every tensor."""
+
+
 class ClosedError(GraphdecodeError, RuntimeError):
     """The object was closed."""
 

@@ -13,7 +13,8 @@ from tqdm import tqdm
 from graphdecode.convert.folders import CONFIG_FILE, PlainGguf, quantization_config, write_rest, write_weights
 from graphdecode.convert.gguf_model import GgufModel
 from graphdecode.errors import ArgumentError
-from graphdecode.linear.weight_form import Stored
+from graphdecode.linear.quantization.registry import online_quantizations, weight_type
+from graphdecode.linear.weight_form import PLAIN_DTYPES, Stored
 from graphdecode.models.checkpoint import Checkpoint
 from graphdecode.models.describe import check_model
 from graphdecode.models.family import family_of
@@ -21,7 +22,7 @@ from graphdecode.models.fit import fitted_config
 from graphdecode.models.gguf.files import shards_of
 from graphdecode.models.gguf.source import Gguf
 from graphdecode.models.gguf.tokenizer import vocabulary_fields
-from graphdecode.models.quantized.on_load import FORMS_OF, quantized_on_load
+from graphdecode.models.quantize_on_load import quantized_on_load
 from graphdecode.models.source import open_source
 from graphdecode.models.weight_map import parts
 from graphdecode.text.tokenizer import load_tokenizer
@@ -109,13 +110,14 @@ def converted_copy(
 
 
 def _format_of(quantize: str, file_format: str | None) -> str:
-    if quantize not in FORMS_OF:
-        raise ArgumentError(f"quantize must be {', '.join(FORMS_OF)}, got {quantize!r}")
-    fitting = "safetensors" if FORMS_OF[quantize] is None else "gguf"
+    formats = {name: each.file_format for name, each in online_quantizations().items() if each.file_format}
+    fitting = formats.get(quantize)
+    if fitting is None:
+        raise ArgumentError(f"quantize must be {', '.join(formats)}, got {quantize!r}")
     if file_format not in (None, fitting):
-        known = ", ".join(name for name, form in FORMS_OF.items() if (form is None) == (file_format == "safetensors"))
         if file_format not in FORMATS:
             raise ArgumentError(f"the format must be one of {', '.join(FORMATS)}, got {file_format!r}")
+        known = ", ".join(name for name, each in formats.items() if each == file_format)
         raise ArgumentError(f"{quantize} cannot be written as {file_format}, only {known}")
     return fitting
 
@@ -141,12 +143,16 @@ def _check_out(out: Path, model: Path, file_format: str, overwrite: bool) -> Non
 
 
 def _check_room(out: Path, tensors: list[Stored]) -> None:
-    widths = {"F64": 8.0, "F32": 4.0, "INT8": 1.0, "FP8": 1.0, "Q8_0": 34 / 32, "INT4": 0.5, "Q4_K": 144 / 256}
-    size = sum(int(math.prod(stored.shape) * widths.get(stored.dtype, 2.0)) for stored in tensors)
+    def size(stored: Stored) -> int:
+        quantized = weight_type(stored.dtype)
+        bits = PLAIN_DTYPES[stored.dtype].itemsize * 8 if quantized is None else quantized.bits
+        return int(math.prod(stored.shape) * bits) // 8
+
+    needed = sum(map(size, tensors))
     free = shutil.disk_usage(out.absolute().parent).free
-    if free < size:
+    if free < needed:
         raise ArgumentError(
-            f"{out.absolute().parent} has {free / 2**20:.0f} MiB left, and the copy needs {size / 2**20:.0f}"
+            f"{out.absolute().parent} has {free / 2**20:.0f} MiB left, and the copy needs {needed / 2**20:.0f}"
         )
 
 

@@ -8,20 +8,18 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
 from graphdecode.errors import ArgumentError
-from graphdecode.linear.groups import Groups
+from graphdecode.linear.quantization.registry import CONFIGURATIONS
 from graphdecode.linear.weight_form import Stored, TensorSource
 from graphdecode.models.checkpoint import GENERATION_FILE, Checkpoint, generation_defaults
 from graphdecode.models.config import ModelConfig
 from graphdecode.models.family import family_of
 from graphdecode.models.fields import read_json
 from graphdecode.models.gguf.source import Gguf
-from graphdecode.models.quantized.methods import CONFIGURATIONS
-from graphdecode.models.quantized.on_load import QuantizingSource, plain_weight
+from graphdecode.models.quantize_on_load import QuantizingSource, plain_weight
 
 CONFIG_FILE = "config.json"
 _KINDS = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}  # names in a config.json -> in safetensors
@@ -84,28 +82,9 @@ def write_rest(source: Checkpoint, folder: Path, quantization: Mapping[str, Any]
 
 
 def quantization_config(source: QuantizingSource) -> dict[str, Any]:
-    """Return the `quantization_config` of weights in groups: all linear layers but the output layer and routers."""
-    scheme = source.scheme
-    assert scheme is not None
-    is_float = scheme.code == "e4m3"
+    """Return the `quantization_config` of rounded weights: all linear layers but the output layer and routers."""
     routers = [part.name for place, found in source.weight_map.items() if place.endswith(".router") for part in found]
-    weights = {
-        "num_bits": scheme.bits,
-        "type": "float" if is_float else "int",
-        "symmetric": True,
-        "dynamic": False,
-        "strategy": "channel" if scheme.group_size is None else "group",
-        "group_size": scheme.group_size,
-    }
-    group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
-    return {
-        "quant_method": "compressed-tensors",
-        "format": "float-quantized" if is_float else "pack-quantized",
-        "quantization_status": "compressed",
-        "config_groups": {"group_0": group},
-        "ignore": ["lm_head", *(name.removesuffix(".weight") for name in routers)],
-        "kv_cache_scheme": None,
-    }
+    return source.quantization.written_config(["lm_head", *(name.removesuffix(".weight") for name in routers)])
 
 
 def write_weights(source: TensorSource, folder: Path, names: Iterable[str]) -> None:
@@ -141,18 +120,11 @@ def write_weights(source: TensorSource, folder: Path, names: Iterable[str]) -> N
 
 
 def _stored(source: TensorSource, name: str) -> Iterator[tuple[str, Tensor]]:
-    groups = source.read_quantized(name) if isinstance(source, QuantizingSource) else None
-    if not isinstance(groups, Groups):
+    weight = source.read_quantized(name) if isinstance(source, QuantizingSource) else None
+    if weight is None or not isinstance(source, QuantizingSource):
         yield name, plain_weight(source, name)
-        return
-    module = name.removesuffix(".weight")
-    yield f"{module}.weight_scale", groups.scales
-    if groups.code == "e4m3":
-        yield name, groups.codes
-    else:  # int32, the first integer in the lowest bits; rows are padded to whole ones
-        padded = torch.nn.functional.pad(groups.codes, (0, -groups.codes.shape[1] % 4))
-        yield f"{module}.weight_packed", padded.view(torch.int32)
-        yield f"{module}.weight_shape", torch.tensor(groups.shape)
+    else:
+        yield from source.quantization.written(name, weight)
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from graphdecode.linear.gguf_blocks import BLOCK_OF, GgufBlocks
+from graphdecode.linear.quantization.gguf import BLOCK_OF, GgufBlocks
 from graphdecode.models.config import ModelConfig, UnsupportedModelError
 from graphdecode.models.family import config_of
 from graphdecode.models.gguf.architectures import (
@@ -27,7 +27,7 @@ from graphdecode.models.gguf.architectures import (
 )
 from graphdecode.models.gguf.container import GgufTensor
 from graphdecode.models.gguf.ropes import llama3_factors
-from graphdecode.models.quantized.on_load import QuantizingSource, plain_weight
+from graphdecode.models.quantize_on_load import QuantizingSource, plain_weight
 from graphdecode.models.weight_map import parts
 
 _FACTORS = "rope_freqs.weight"

@@ -27,10 +27,10 @@ from graphdecode.kernels.moe.expert_linear import (
     stacked_panels,
     tiled_expert_linear,
 )
-from graphdecode.linear.kept import Kept, KeptPanels
 from graphdecode.linear.linear_choice import LinearChoice
-from graphdecode.linear.quantized_weight import QuantizedSource, QuantizedWeight, read_parts
-from graphdecode.linear.tiles import KeptTiles
+from graphdecode.linear.quantization.quantized_weight import QuantizedSource, QuantizedWeight, read_parts
+from graphdecode.linear.quantized_linear import PanelLinear, QuantizedLinear
+from graphdecode.linear.tiled_linear import TiledLinear
 from graphdecode.linear.weight_form import FormOptions, LinearNames, Shard, StoredForm, TensorSource, read_fused
 
 
@@ -170,12 +170,12 @@ class ExpertPanels(ExpertForm):
         cls, source: TensorSource, names: ExpertNames, bias: Tensor | None, options: FormOptions
     ) -> ExpertForm | None:
         """Read all experts' weights; None unless all are quantized alike."""
-        if KeptPanels.why_not(options):
+        if PanelLinear.why_not(options):
             return None
         firsts: list[QuantizedWeight] = []  # per expert
 
         def made() -> Iterator[QuantizedPanels | None]:
-            for parts in _experts(source, names, KeptPanels):
+            for parts in _experts(source, names, PanelLinear):
                 panels = [held for part in parts if (held := part.panels(by_values=False)) is not None]
                 if not parts or len(panels) < len(parts):
                     yield None
@@ -213,10 +213,10 @@ class ExpertTiles(ExpertForm):
         cls, source: TensorSource, names: ExpertNames, bias: Tensor | None, options: FormOptions
     ) -> ExpertForm | None:
         """Read all experts' weights; None unless all are quantized alike, and tiles support that."""
-        if KeptTiles.why_not(options):
+        if TiledLinear.why_not(options):
             return None
         held: list[WeightTiles] = []
-        for parts in _experts(source, names, KeptTiles):
+        for parts in _experts(source, names, TiledLinear):
             tiles = [own for part in parts if part.order is None and (own := part.tiles()) is not None]
             if not parts or len(tiles) < len(parts) or {own.layout for own in tiles} != {(held or tiles)[0].layout}:
                 return None
@@ -233,7 +233,9 @@ class ExpertTiles(ExpertForm):
         tiled_expert_linear(out, x, self.tiles, self.bias, pairs, tiled_config(rows, *sizes, 1, major=self.major))
 
 
-def _experts(source: TensorSource, names: ExpertNames, form: type[Kept]) -> Iterator[tuple[QuantizedWeight, ...]]:
+def _experts(
+    source: TensorSource, names: ExpertNames, form: type[QuantizedLinear]
+) -> Iterator[tuple[QuantizedWeight, ...]]:
     """Yield each expert's weight, both halves if gated; () if it is not quantized, or not all of it alike."""
     for expert in range(names.experts):
         own = LinearNames(names.of(expert))

@@ -11,17 +11,17 @@ from torch import Tensor
 from graphdecode.errors import ArgumentError
 from graphdecode.extensions import BRING_YOUR_OWN, EntryPoints, refuse_taken
 from graphdecode.linear.experts import ExpertForm, ExpertNames, ExpertPanels, ExpertTiles, PlainExperts
-from graphdecode.linear.kept import KeptPanels
 from graphdecode.linear.linear_choice import Choices, Product
-from graphdecode.linear.plain import Int8, Packed, Panels, Plain
-from graphdecode.linear.tiles import Int8Tiles, KeptTiles
+from graphdecode.linear.plain import Packed, Panels, Plain
+from graphdecode.linear.quantized_linear import Int8PanelLinear, PanelLinear
+from graphdecode.linear.tiled_linear import Int8TiledLinear, TiledLinear
 from graphdecode.linear.weight_form import FormOptions, LinearNames, TensorSource, WeightForm, fused_shape
 
 FORMS: list[type[WeightForm]] = [  # in order of preference
-    Int8Tiles,
-    Int8,
-    KeptTiles,
-    KeptPanels,
+    Int8TiledLinear,
+    Int8PanelLinear,
+    TiledLinear,
+    PanelLinear,
     Panels,
     Packed,
     Plain,
@@ -84,7 +84,7 @@ def load_experts(source: TensorSource, names: ExpertNames, bias: Tensor | None, 
 
     `bias` is [experts, out_features], gate first, or None. Raises ValueError if experts have no form `quantize`.
     """
-    if options.quantize not in (None, KeptPanels.quantize):
+    if options.quantize not in (None, PanelLinear.quantize):
         raise ArgumentError(f"quantize={options.quantize!r} is not available for a model with experts")
     forms = (form.load(source, names, bias, options) for form in (ExpertTiles, ExpertPanels, PlainExperts))
     return next(form for form in forms if form is not None)

@@ -1,4 +1,4 @@
-"""Forms of plain weights: row-major, in panels, packed by oneDNN, or rounded to int8.
+"""Forms of plain weights: row-major, in panels, or packed by oneDNN.
 
 Row-major weights are multiplied by torch on a CPU; on a GPU by cuBLAS, or by `small_linear` if measured faster. One
 configuration of `small_linear` for any number of rows is batch-invariant. Panels are for compiled CPU kernels, oneDNN's
@@ -17,12 +17,10 @@ from graphdecode.kernels.linear.linear import (
     can_pack,
     can_panel,
     gated_linear,
-    int8_linear,
     linear,
     native_linear,
     pack,
     packed_linear,
-    quantize_int8,
     to_panels,
 )
 from graphdecode.kernels.linear.small_linear import SmallLinearConfig, fixed_config, small_linear
@@ -126,30 +124,3 @@ class Packed(WeightForm):
 
     def apply(self, out: Tensor, x: Tensor) -> None:
         packed_linear(out, x, self.packed, self.bias)
-
-
-@dataclass(frozen=True)
-class Int8(WeightForm):
-    """An int8 weight on a CPU, in panels if there are compiled kernels."""
-
-    path = quantize = "int8"
-    qweight: Tensor  # int8 [out_features, in_features], or in panels
-    scales: Tensor  # [out_features]
-
-    @classmethod
-    def why_not(cls, options: FormOptions) -> str:
-        where = options.device.type
-        return "" if where == "cpu" else f"needs a CPU or a CUDA device, the device is {where}"
-
-    @classmethod
-    def of(cls, weight: Tensor, bias: Tensor | None, options: FormOptions) -> WeightForm:
-        qweight, scales = quantize_int8(weight, options.row_maxima)
-        return cls(weight.shape, bias, to_panels(qweight) if can_panel(weight) else qweight, scales)
-
-    @property
-    def gives_floats(self) -> bool:
-        return self.qweight.dim() == 4
-
-    def apply(self, out: Tensor, x: Tensor) -> None:
-        product = native_linear if self.qweight.dim() == 4 else int8_linear
-        product(out, x, self.qweight, self.scales, self.bias)

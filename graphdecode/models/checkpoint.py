@@ -14,7 +14,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from graphdecode.errors import shown
-from graphdecode.linear.quantized_weight import QuantizedWeight
+from graphdecode.linear.quantization.format import PackedTensor, QuantizationFormat
+from graphdecode.linear.quantization.quantized_weight import QuantizedWeight
+from graphdecode.linear.quantization.registry import CONFIGURATIONS, format_of
 from graphdecode.linear.weight_form import Shard, Stored
 from graphdecode.models.config import ModelConfig
 from graphdecode.models.family import config_of, family_of
@@ -23,8 +25,6 @@ from graphdecode.models.installable import installed_as
 from graphdecode.models.model_path import link_outside, refuse_pointer, require_file, resolve_model_path
 from graphdecode.models.multimodal import text_names, text_settings
 from graphdecode.models.peft.fields import ADAPTER_FILE
-from graphdecode.models.quantized.method import Method, PackedTensor
-from graphdecode.models.quantized.methods import CONFIGURATIONS, method_of
 from graphdecode.models.weight_map import CheckpointError
 
 _NAMES_SHOWN = 5
@@ -69,11 +69,11 @@ class Checkpoint:
             raise UnsupportedModelError(self._no_config())
         settings = text_settings(read_json(file))
         try:
-            method = method_of(settings)
+            quantization = format_of(settings)
             config = config_of({name: value for name, value in settings.items() if name not in CONFIGURATIONS})
         except UnsupportedModelError as error:
             raise UnsupportedModelError(f"{file}: {error}") from error
-        config = replace(config, integer_quantized=method is not None and method.of_integers)
+        config = replace(config, integer_quantized=quantization is not None and quantization.is_integer)
         generated = generation_eos_token_ids(self.folder)
         return config if generated is None else replace(config, eos_token_ids=generated)
 
@@ -95,15 +95,15 @@ class Checkpoint:
         self._skipped = [name for name in found if name not in self._ours]
         self._place_of = {name: self._place_of[stored] for stored, name in self._ours.items()}
         found = {name: found[stored] for stored, name in self._ours.items()}
-        method = self._method
-        if method is None:
+        quantization = self._quantization
+        if quantization is None:
             return found
-        self._packed = dict(method.find(found, self._part))
+        self._packed = dict(quantization.find(found, self._part))
         used = {name for packed in self._packed.values() for name in packed.tensors.values()}
         plain = {
             name: stored
             for name, stored in found.items()
-            if name not in used and not name.endswith(method.unused_suffixes)
+            if name not in used and not name.endswith(quantization.unused_suffixes)
         }
         return plain | {name: packed.stored for name, packed in self._packed.items()}
 
@@ -127,7 +127,7 @@ class Checkpoint:
     def read_quantized(self, name: str, expert: int | None = None) -> QuantizedWeight | None:
         """Return a matrix as stored; None if it is not quantized."""
         packed = self._packed.get(name) if name in self.tensors else None
-        return None if packed is None else packed.groups(self._part, expert)
+        return None if packed is None else packed.weight(self._part, expert)
 
     def _part(self, name: str, part: tuple[slice, ...], device: torch.device | str = "cpu") -> Tensor:
         file, stored = self._place_of[name]
@@ -153,14 +153,14 @@ class Checkpoint:
         return ours
 
     @cached_property
-    def _method(self) -> Method | None:
+    def _quantization(self) -> QuantizationFormat | None:
         file = self.folder / "config.json"
-        return method_of(read_json(file)) if file.exists() else None
+        return format_of(read_json(file)) if file.exists() else None
 
     @property
     def quant_method(self) -> str | None:
         """`quant_method` of config.json; None: plain weights."""
-        return None if self._method is None else self._method.name
+        return None if self._quantization is None else self._quantization.name
 
     def _no_config(self) -> str:
         held = sorted(path.name for path in self.folder.iterdir())

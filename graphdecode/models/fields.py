@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from graphdecode.errors import GraphdecodeError, shown
+from graphdecode.errors import UnsupportedModelError, shown
 from graphdecode.models.model_path import refuse_pointer, require_file
 
 MOST = 2**31 - 1  # limit of fields that are not in `LIMITS` (int32)
@@ -33,10 +33,6 @@ LIMITS = {  # several times the largest models; each layer and expert allocates 
 _MOST_TOKEN_IDS = 128  # the engine's default
 _MOST_NUMBER = 1e30  # well inside float32
 _MOST_BYTES = 256 * 2**20  # of a JSON file; the largest known index has 10 MB
-
-
-class UnsupportedModelError(GraphdecodeError, ValueError):
-    """A model that is not supported; the message lists what is."""
 
 
 def count(settings: Mapping[str, Any], name: str, default: int | None = None, *, least: int = 1) -> int:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from graphdecode.errors import ArgumentError
-from graphdecode.linear.groups import GROUP_TYPES
+from graphdecode.linear.quantization.registry import weight_type
 from graphdecode.linear.weight_form import Shard, TensorSource
 from graphdecode.models.cache_scales import cache_scale_names
 from graphdecode.models.config import ModelConfig
@@ -47,7 +47,7 @@ def _are_equal(source: TensorSource, one: str, other: str) -> bool:
     shapes = [source.tensors[name] for name in (one, other) if name in source.tensors]
     if len(shapes) < 2 or shapes[0].shape != shapes[1].shape:
         return False
-    if (shapes[0].dtype in GROUP_TYPES) != (shapes[1].dtype in GROUP_TYPES):
+    if (weight_type(shapes[0].dtype) is None) != (weight_type(shapes[1].dtype) is None):
         return False
     rows, columns = shapes[0].shape
     count = max(1, math.ceil(rows * columns / _VALUES_AT_ONCE))
@@ -91,7 +91,7 @@ def summary(names: list[str]) -> str:
 
 
 def _is_quantized(source: TensorSource, name: str) -> bool:
-    return name in source.tensors and source.tensors[name].dtype in GROUP_TYPES
+    return name in source.tensors and weight_type(source.tensors[name].dtype) is not None
 
 
 def _is_zero(source: TensorSource, name: str) -> bool:

@@ -13,13 +13,10 @@ from tqdm import tqdm
 from graphdecode.distributed import Collectives
 from graphdecode.errors import ArgumentError
 from graphdecode.kernels.native import library as native
-from graphdecode.linear.forms import check_options, has_form, quantized_form
-from graphdecode.linear.gguf_blocks import BLOCK_OF
-from graphdecode.linear.groups import GROUP_TYPES, KEPT_GROUPS
-from graphdecode.linear.kept import KeptPanels
+from graphdecode.linear.forms import check_options, has_form
 from graphdecode.linear.linear_choice import ChoiceCache, LinearTuner
-from graphdecode.linear.tiles import KeptTiles
-from graphdecode.linear.weight_form import PLAIN_DTYPES, FormOptions, LinearNames, TensorSource
+from graphdecode.linear.quantization.registry import online_quantizations, weight_type
+from graphdecode.linear.weight_form import FormOptions, TensorSource
 from graphdecode.memory import start_joining_pages, trim_heap
 from graphdecode.models.adapters import AdapterSlots
 from graphdecode.models.cache_scales import read_cache_scales
@@ -29,8 +26,7 @@ from graphdecode.models.device import resolve_dtype
 from graphdecode.models.family import HEAD, family_of
 from graphdecode.models.fit import checked_weight_map, fitted_config, skipped_tensors, summary
 from graphdecode.models.model import Model
-from graphdecode.models.quantized.methods import METHODS
-from graphdecode.models.quantized.on_load import FORMS_OF, QuantizingSource, quantized_on_load
+from graphdecode.models.quantize_on_load import DEQUANTIZE, Dequantized, quantizing_source, unless_stored_so
 from graphdecode.models.source import Source, adopted_folder, open_source
 from graphdecode.models.split import SplitSource, split_config
 from graphdecode.models.transformers_backend import AdoptedConfig, AdoptedFolder
@@ -42,7 +38,6 @@ log = logging.getLogger(__name__)
 
 _Compiled = Callable[[torch.dtype | None], object]  # whether there are compiled kernels for a dtype
 _TRIMMED_LAYERS = 4  # layers between two calls of `trim_heap`, which takes milliseconds
-_DEQUANTIZE = "none"  # value of `quantize` for dequantizing stored weights
 
 
 def weight_bytes(
@@ -60,15 +55,15 @@ def weight_bytes(
     source = open_source(model)
     if isinstance(config, AdoptedConfig):
         return config.num_parameters * dtype.itemsize
-    config, keeps_blocks = fitted_config(source, config), _has_blocks(source, device, native.is_expected)
+    config = fitted_config(source, config)
+    has_kernels_here = device.type != "cpu" or bool(native.is_expected(None))
 
     def size(part: Part) -> int:
         values, stored = math.prod(part.shape), source.tensors[part.name].dtype
-        if quantize == _DEQUANTIZE:
+        quantized = None if quantize == DEQUANTIZE or not has_kernels_here else weight_type(stored)
+        if quantized is None or device.type not in quantized.devices:
             return values * dtype.itemsize
-        if _keeps_blocks(source):
-            return BLOCK_OF[stored].size(values) if keeps_blocks and stored in BLOCK_OF else values * dtype.itemsize
-        return values * (4 if stored.endswith("4") else 8) // 8 if stored in KEPT_GROUPS else values * dtype.itemsize
+        return int(values * quantized.bits) // 8
 
     return sum(map(size, parts(family_of(config.architecture).weights_in(config, source.tensors))))
 
@@ -117,8 +112,8 @@ def load_model(
     """
     device = torch.device(device)
     source = open_source(model, replaced)
-    quantize = _without_stored_method(quantize, source)
-    dequantizes = quantize == _DEQUANTIZE
+    quantize = unless_stored_so(quantize, source)
+    dequantizes = quantize == DEQUANTIZE
     folder = adopted_folder(source, model_impl, trust_remote_code=trust_remote_code)
     stated = source.config() if folder is None else folder.config
     config = fitted_config(source, stated, ties=ties) if isinstance(stated, ModelConfig) else stated
@@ -129,8 +124,6 @@ def load_model(
         native.library(chosen)  # starts all compilations at the same time
     if dequantizes:
         quantize = None
-    elif quantize is None and folder is None and _has_blocks(source, device, native.library):
-        quantize = "gguf"
     if isinstance(config, AdoptedConfig):
         num_parameters = config.num_parameters
     else:
@@ -146,8 +139,8 @@ def load_model(
         family, weight_map = family_of(config.architecture), checked_weight_map(source, source.name, config)
         if replaced is None:
             _say_what_differs(source, config, stated)
-        quantizing = _quantizing(source, config, options, quantize, quantize_group_size)
-        weights_from: TensorSource = quantizing or (_Dequantized(source) if dequantizes else source)
+        quantizing = quantizing_source(source, config, options, quantize, quantize_group_size)
+        weights_from: TensorSource = quantizing or (Dequantized(source) if dequantizes else source)
         own = weight_map = weight_map if quantizing is None else quantizing.weight_map
         positions = min(max_sequence_length or config.max_position_embeddings, config.max_position_embeddings)
         scales = read_cache_scales(source, config.num_hidden_layers, config.num_key_value_heads)
@@ -191,67 +184,13 @@ def _checked_options(options: FormOptions, config: ModelShape, group_size: int |
         # one form serves all buckets: measure the smallest and the largest
         options = replace(options, batch_sizes=tuple(sorted({min(sizes), max(sizes)})))
     has_experts = isinstance(config, ModelConfig) and config.experts is not None
-    if quantize in FORMS_OF and (group_size is not None or has_experts or not has_form(options)):
-        options = replace(options, quantize=FORMS_OF[quantize])
-    check_options(options, (*FORMS_OF, _DEQUANTIZE))
+    online = online_quantizations()
+    if quantize in online and (group_size is not None or has_experts or not has_form(options)):
+        options = replace(options, quantize=None)
+    check_options(options, (*online, DEQUANTIZE))
     if options.batch_invariant:
         _check_invariance(config, options)
     return options
-
-
-def _quantizing(
-    source: Source, config: ModelConfig, options: FormOptions, quantize: str | None, group_size: int | None
-) -> QuantizingSource | None:
-    """Return a source that quantizes weights on load; None if `quantize` does not need one."""
-    if quantize is not None and options.quantize != quantize:
-        quantizing = quantized_on_load(source, config, quantize, group_size)
-        kinds = {stored.dtype: name for name, stored in quantizing.tensors.items() if stored.dtype not in PLAIN_DTYPES}
-        for kind, name in kinds.items():  # without a form, it would be dequantized again
-            if quantized_form(quantizing, LinearNames((name,)), options) is None:
-                where = options.device.type
-                raise ArgumentError(
-                    f"quantize={quantize!r} is not available here: nothing multiplies {kind} on a {where}"
-                )
-        return quantizing
-    if group_size is not None:
-        raise ArgumentError(f"quantize_group_size is for quantize='int4' and 'int8', and quantize is {quantize!r}")
-    is_checkpoint = not _keeps_blocks(source)  # types of the same name in a GGUF file are blocks
-    if quantize and is_checkpoint and any(stored.dtype in GROUP_TYPES for stored in source.tensors.values()):
-        raise ArgumentError(f"quantize={quantize!r} is for plain weights, and these are quantized already")
-    return None
-
-
-def _without_stored_method(quantize: str | None, source: Source) -> str | None:
-    """Return `quantize`, or None if it names the method that the weights are stored in."""
-    if quantize == "gguf" and not _keeps_blocks(source):
-        raise ArgumentError(f"quantize='gguf' keeps the blocks of a GGUF file, and {source.name} is none")
-    stored = getattr(source, "quant_method", None)
-    if quantize in METHODS and quantize not in FORMS_OF and quantize != stored:
-        raise ArgumentError(
-            f"quantize={quantize!r} is for weights that are stored so, and those of {source.name} are "
-            f"{stored or 'not'}; plain ones are rounded while they are read by quantize="
-            f"{', '.join(map(repr, FORMS_OF))}"
-        )
-    return None if quantize == stored else quantize
-
-
-class _Dequantized:
-    """A source without `read_quantized`: its weights are dequantized."""
-
-    def __init__(self, source: TensorSource) -> None:
-        self.read, self.tensors = source.read, source.tensors
-
-
-def _keeps_blocks(source: TensorSource) -> bool:
-    return bool(getattr(source, "keeps_blocks", False))
-
-
-def _has_blocks(source: TensorSource, device: torch.device, compiled: _Compiled) -> bool:
-    """Whether a device has kernels for the blocks of a GGUF source."""
-    if device.type == "cpu" and not compiled(None):
-        return False
-    kinds = (KeptTiles if device.type == "cuda" else KeptPanels).kinds
-    return _keeps_blocks(source) and any(stored.dtype in kinds for stored in source.tensors.values())
 
 
 def _say_what_differs(source: Source, config: ModelConfig, stated: ModelShape) -> None:

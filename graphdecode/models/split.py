@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from graphdecode.errors import ArgumentError
-from graphdecode.linear.groups import Groups
-from graphdecode.linear.quantized_weight import QuantizedSource, QuantizedWeight
+from graphdecode.linear.quantization.groups import Groups
+from graphdecode.linear.quantization.quantized_weight import QuantizedSource, QuantizedWeight
 from graphdecode.linear.weight_form import Shard, Stored, TensorSource
 from graphdecode.models.adapters import Adapter
 from graphdecode.models.config import ModelConfig, ModelShape

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from graphdecode.errors import ArgumentError, shown
-from graphdecode.linear.quantized_weight import QuantizedWeight
+from graphdecode.linear.quantization.quantized_weight import QuantizedWeight
 from graphdecode.linear.weight_form import PLAIN_DTYPES, Shard, Stored, TensorSource
 from graphdecode.models.config import ModelShape
 from graphdecode.models.decoder import Decoder

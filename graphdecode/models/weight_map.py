@@ -5,16 +5,11 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from graphdecode.errors import GraphdecodeError
-from graphdecode.linear.gguf_blocks import BLOCK_OF
-from graphdecode.linear.groups import GROUP_TYPES
+from graphdecode.errors import CheckpointError
+from graphdecode.linear.quantization.registry import weight_type
 from graphdecode.linear.weight_form import PLAIN_DTYPES, Stored
 
 _IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)  # in older checkpoints; derived from the configuration
-
-
-class CheckpointError(GraphdecodeError, ValueError):
-    """A checkpoint does not match its configuration; the message names every tensor."""
 
 
 class Run(NamedTuple):
@@ -85,7 +80,7 @@ def check(name: str, tensors: Mapping[str, Stored], weight_map: WeightMap, unuse
         "of an unsupported type": _by_layers(
             (name, f"is {found.dtype} and should be one of {', '.join(PLAIN_DTYPES)}")
             for name, found in there.items()
-            if found.dtype not in {*PLAIN_DTYPES, *BLOCK_OF, *GROUP_TYPES}
+            if found.dtype not in PLAIN_DTYPES and weight_type(found.dtype) is None
         ),
     }
     named = "; ".join(f"{kind}: {', '.join(names)}" for kind, names in faults.items() if names)

@@ -22,7 +22,8 @@ from graphdecode.errors import ArgumentError
 from graphdecode.extensions import EntryPoints, load_modules
 from graphdecode.linear import register_form
 from graphdecode.linear.forms import FORMS
-from graphdecode.linear.plain import Int8, Plain
+from graphdecode.linear.plain import Plain
+from graphdecode.linear.quantized_linear import Int8PanelLinear
 from graphdecode.models import register_family, register_source, resolve_model_path
 from graphdecode.models.checkpoint import Checkpoint
 from graphdecode.models.families.llama import Llama
@@ -230,7 +231,7 @@ def test_a_file_is_loaded_once_and_what_is_wrong_with_one_is_said(tmp_path: Path
 def test_a_name_that_is_taken_is_refused_unless_it_is_to_be_replaced() -> None:
     known, forms, sources = dict(FAMILIES), list(FORMS), list(SOURCES)
 
-    class Int8Again(Int8):
+    class Int8Again(Int8PanelLinear):
         path = "mine"
 
     taken = "is registered already; replace=True takes its place"

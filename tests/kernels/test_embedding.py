@@ -14,7 +14,7 @@ from graphdecode.kernels.model.embedding import (
 )
 from graphdecode.kernels.native import library as native
 from graphdecode.kernels.native.registration import versions
-from graphdecode.linear.gguf_blocks import GGUF_BLOCKS, GgufBlocks
+from graphdecode.linear.quantization.gguf import BLOCKS_ON_CPU, GgufBlocks
 
 native_embedding = versions("embedding").native
 embedding_torch = versions("embedding").torch
@@ -112,7 +112,7 @@ LIVE = torch.tensor([9], dtype=torch.int32)
 
 @pytest.mark.parametrize("is_compiled", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("block_type", sorted(GGUF_BLOCKS))
+@pytest.mark.parametrize("block_type", sorted(BLOCKS_ON_CPU))
 def test_rows_are_those_of_the_dequantized_table(block_type, dtype, is_compiled):
     if is_compiled and native.library() is None:
         pytest.skip("needs compiled kernels")

@@ -7,7 +7,8 @@ from graphdecode.kernels.linear.linear import int8_linear, linear, packed_linear
 from graphdecode.kernels.native import library as native
 from graphdecode.linear.forms import linear_of
 from graphdecode.linear.linear_choice import LinearChoice, LinearTuner
-from graphdecode.linear.plain import Int8
+from graphdecode.linear.plain import Panels
+from graphdecode.linear.quantized_linear import Int8PanelLinear
 from graphdecode.linear.weight_form import FormOptions
 
 ROWS = [1, 2, 3, 8, 17, 200, 512]
@@ -142,30 +143,25 @@ def test_compiled_kernels_are_taken_where_there_are_some():
     check(out, x, weight, bias)
 
 
-@pytest.mark.parametrize("has_panels", [False, pytest.param(True, marks=compiled)])
+@compiled
+@cpu_only
 @pytest.mark.parametrize("with_bias", [False, True])
-def test_int8_answers_nearly_like_the_full_weight(with_bias, has_panels, device, monkeypatch):
-    if not has_panels:
-        monkeypatch.setattr("graphdecode.linear.plain.can_panel", lambda weight: False)
-    x, weight, bias = inputs(5, torch.float32, with_bias)
-    there = [None if t is None else t.to(device) for t in (x, weight, bias)]
-    prepared = Int8.of(there[1], there[2], FormOptions(there[1].device, torch.float32, LinearTuner()))
-    assert prepared.path == "int8"
-    assert prepared.nbytes == 96 * 80 + 96 * 4 * (1 + with_bias)
-    out = torch.zeros(5, 96, device=device)
-    prepared.apply(out, there[0])
+def test_int8_answers_nearly_like_the_full_weight(with_bias):
+    x, weight, bias = inputs(5, torch.float32, with_bias, in_features=96)
+    prepared = prepare(weight, bias, quantize="int8")
+    assert type(prepared) is Int8PanelLinear
+    assert prepared.nbytes == 96 * 96 + 96 * 4 * (1 + with_bias)
+    out = torch.zeros(5, 96)
+    prepared.apply(out, x)
     expected = x.double() @ weight.double().T + (0 if bias is None else bias.double())
-    assert (out.cpu().double() - expected).norm() < 0.02 * expected.norm()
+    assert (out.double() - expected).norm() < 0.02 * expected.norm()
 
 
-@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=compiled)])
-def test_a_weight_is_quantized_where_that_is_asked_for(compiled, monkeypatch):
-    if not compiled:
-        monkeypatch.setattr("graphdecode.linear.plain.can_panel", lambda weight: False)
-    _, weight, _ = inputs(5, torch.float32, False)
-    prepared = prepare(weight, quantize="int8")
-    assert type(prepared) is Int8
-    assert (prepared.qweight.dim() == 4) is compiled
+@compiled
+@cpu_only
+def test_a_weight_whose_columns_int8_does_not_support_stays_plain():
+    _, weight, _ = inputs(5, torch.float32, False)  # 80 columns
+    assert type(prepare(weight, quantize="int8")) is Panels
 
 
 @cpu_only

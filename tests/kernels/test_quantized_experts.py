@@ -9,7 +9,7 @@ from test_experts import ALPHA, LIMIT, product, random, routed
 from graphdecode.kernels.linear.quantized_linear import Numbers, dequantized_panels, joined_panels, quantized_panels
 from graphdecode.kernels.moe.expert_linear import Routed, quantized_expert_linear, stacked_panels
 from graphdecode.kernels.native import library as native
-from graphdecode.linear.gguf_blocks import GGUF_BLOCKS, GgufBlocks
+from graphdecode.linear.quantization.gguf import BLOCKS_ON_CPU, GgufBlocks
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 EXPERTS, SLOTS, NOBODYS = 6, 2, 3
@@ -22,7 +22,7 @@ def experts_of(kind, is_gated, width=WIDTH, depth=DEPTH):
     for expert in range(EXPERTS):
         halves = []
         for half in range(1 + is_gated):
-            if kind in GGUF_BLOCKS:
+            if kind in BLOCKS_ON_CPU:
                 stored, weight = stored_weight(kind, (width, depth), seed=2 * expert + half)
                 halves.append((GgufBlocks(stored, kind).panels(), weight))
             elif kind == "e4m3":
@@ -80,7 +80,7 @@ def gated_of(plain, slack, gate):
 
 @compiled
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kind", sorted(GGUF_BLOCKS))
+@pytest.mark.parametrize("kind", sorted(BLOCKS_ON_CPU))
 def test_no_weight_is_rounded_in_any_block_for_any_number_of_rows(kind, dtype):
     few = kind not in ("MXFP4", "Q4_K")
     check(kind, "swiglu_clamped", dtype, (1, 9, 33) if few else (*range(1, 34), 300), with_bias=True)

@@ -8,7 +8,7 @@ from quantized_weights import check, float8_weight, integer_weight, product, sto
 from graphdecode.kernels.linear.pack_codes import codes_of, pack_codes
 from graphdecode.kernels.linear.quantized_linear import Numbers, dequantized_panels, quantized_linear, quantized_panels
 from graphdecode.kernels.native import library as native
-from graphdecode.linear.gguf_blocks import GGUF_BLOCKS, GgufBlocks
+from graphdecode.linear.quantization.gguf import BLOCKS_ON_CPU, GgufBlocks
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SHAPES = [(70, 512), (1, 256), (257, 1280)]  # no whole panels, and in_features of one chunk of the kernel and of some
@@ -17,7 +17,7 @@ SHAPES = [(70, 512), (1, 256), (257, 1280)]  # no whole panels, and in_features 
 @compiled
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("block_type", sorted(GGUF_BLOCKS))
+@pytest.mark.parametrize("block_type", sorted(BLOCKS_ON_CPU))
 def test_no_weight_is_rounded_for_any_number_of_rows(block_type, shape, dtype):
     stored, weight = stored_weight(block_type, shape)
     held = GgufBlocks(stored, block_type).panels()
@@ -29,7 +29,7 @@ def test_no_weight_is_rounded_for_any_number_of_rows(block_type, shape, dtype):
         check(product(x, held, shape[0], given), x, weight, given)
 
 
-@pytest.mark.parametrize("block_type", sorted(GGUF_BLOCKS))
+@pytest.mark.parametrize("block_type", sorted(BLOCKS_ON_CPU))
 def test_torch_computes_the_same_without_a_compiler(block_type):
     stored, weight = stored_weight(block_type, (70, 512))
     x = torch.randn(5, 512, generator=torch.Generator().manual_seed(2))
@@ -158,7 +158,7 @@ LARGER = {"Q2_K": (100, 84), "Q3_K": (114, 110), "MXFP4": (18, 17), "Q4_K": (148
 LARGER["IQ4_XS"] = (138, 136)
 
 
-@pytest.mark.parametrize("block_type", sorted(GGUF_BLOCKS))
+@pytest.mark.parametrize("block_type", sorted(BLOCKS_ON_CPU))
 def test_a_panel_holds_hardly_more_bytes_than_the_file(block_type):
     stored, _ = stored_weight(block_type, (64, 1024))
     held = GgufBlocks(stored, block_type).panels()._replace(table=None)

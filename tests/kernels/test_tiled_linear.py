@@ -18,7 +18,7 @@ from graphdecode.kernels.linear.tiled_linear import tiled_linear, tiled_linear_t
 from graphdecode.kernels.linear.weight_tiles import joined_tiles, layout_of, tiled
 from graphdecode.kernels.model.embedding import tiled_embedding, tiled_embedding_triton
 from graphdecode.kernels.moe.expert_linear import Routed, tiled_expert_linear, tiled_expert_linear_triton
-from graphdecode.linear.gguf_blocks import TILED_BLOCKS, GgufBlocks
+from graphdecode.linear.quantization.gguf import BLOCKS_ON_GPU, GgufBlocks
 
 pytest.importorskip("triton")
 from interpreted_launches import early_starts
@@ -37,7 +37,7 @@ GROUPED = {  # code, group, kind of the second number, dtype of the scales
     "fp8 by 128": ("e4m3", 128, "none", torch.float32),
     "fp4": ("e2m1", 32, "none", torch.uint8),
 }
-FORMATS = [*GROUPED, *sorted(TILED_BLOCKS)]
+FORMATS = [*GROUPED, *sorted(BLOCKS_ON_GPU)]
 
 
 def config(splits=1, block_m=16, block_n=32, pdl=False):
@@ -62,7 +62,7 @@ def stored_blocks(name, rows, columns):
 
 def weight_of(name, rows, columns):
     """Return a random weight in tiles, and its values in float64."""
-    if name in TILED_BLOCKS:
+    if name in BLOCKS_ON_GPU:
         stored = stored_blocks(name, rows, columns)
         weight = gguf.quants.dequantize(stored, gguf.GGMLQuantizationType[name])
         return GgufBlocks(torch.from_numpy(stored), name).tiles(), torch.from_numpy(weight).double()

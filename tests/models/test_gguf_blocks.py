@@ -7,9 +7,9 @@ import torch
 from compiled_kernels import compiled
 from gguf_checkpoints import quantized_file
 
-from graphdecode.linear.kept import KeptPanels
 from graphdecode.linear.linear_choice import LinearTuner
 from graphdecode.linear.plain import Panels
+from graphdecode.linear.quantized_linear import PanelLinear
 from graphdecode.linear.weight_form import FormOptions, LinearNames, WeightForm
 from graphdecode.linear.wrapped import Joined
 from graphdecode.models import load_model
@@ -32,10 +32,10 @@ def test_layers_keep_the_values_of_each_type_and_those_with_none_are_undone(tmp_
     model, source = load_model(path, device="cpu", dtype="float32", quantize="gguf"), Gguf(path)
     found = model.layers[1].linears
     assert {place: type(form) for place, form in found.items()} == {
-        "qkv": KeptPanels,
-        "o": KeptPanels,
+        "qkv": PanelLinear,
+        "o": PanelLinear,
         "gate_up": Panels,
-        "down": KeptPanels,
+        "down": PanelLinear,
     }
     at = "model.layers.1."
     names = {"qkv": [f"self_attn.{part}_proj" for part in "qkv"], "o": ["self_attn.o_proj"]}
@@ -52,7 +52,7 @@ def test_layers_keep_the_values_of_each_type_and_those_with_none_are_undone(tmp_
 def test_the_rotary_pairs_of_blocks_are_put_as_transformers_has_them(tmp_path: Path) -> None:
     path = quantized_file(tmp_path / "small.gguf", "llama", {"weight": "Q8_0"})
     form = load_model(path, device="cpu", dtype="float32", quantize="gguf").layers[0].linears["qkv"]
-    assert isinstance(form, KeptPanels)
+    assert isinstance(form, PanelLinear)
     weight = torch.cat([values(Gguf(path), f"model.layers.0.self_attn.{part}_proj.weight") for part in "qkv"])
     out = torch.empty(64, form.out_features)
     form.apply(out, torch.eye(64))
@@ -64,7 +64,7 @@ def test_a_delta_net_keeps_blocks_beside_plain_decays_and_strengths(tmp_path: Pa
     path = quantized_file(tmp_path / "small.gguf", "qwen35", plain | {"weight": "Q8_0"})
     form = load_model(path, device="cpu", dtype="float32", quantize="gguf").layers[0].linears["in_proj"]
     assert isinstance(form, Joined)
-    assert [type(part) for part in form.forms] == [KeptPanels, Panels]
+    assert [type(part) for part in form.forms] == [PanelLinear, Panels]
     names = (f"model.layers.0.linear_attn.in_proj_{part}.weight" for part in ("qkv", "z", "a", "b"))
     weight = torch.cat([values(Gguf(path), name) for name in names])
     out = torch.empty(form.in_features, form.out_features)
@@ -84,7 +84,7 @@ def values(source: Gguf, name: str) -> torch.Tensor:
 def test_the_output_layer_has_blocks_too_where_it_is_the_embedding(tmp_path: Path, name: str) -> None:
     path = quantized_file(tmp_path / "small.gguf", name, {"embd.weight": "Q8_0", "output.weight": "Q8_0"})
     form = load_model(path, device="cpu", dtype="bfloat16", quantize="gguf").head.lm_head
-    assert isinstance(form, KeptPanels)
+    assert isinstance(form, PanelLinear)
     assert form.nbytes <= 34 / 32 * 64 * (form.out_features + 31)
 
 
@@ -94,7 +94,7 @@ def test_the_embedding_stays_in_blocks_and_a_tied_output_layer_shares_them(tmp_p
     model = load_model(path, device="cpu", dtype="float32", quantize="gguf")
     stem, lm_head = model.stem, model.head.lm_head
     assert stem.table is not None
-    assert isinstance(lm_head, KeptPanels)
+    assert isinstance(lm_head, PanelLinear)
     assert (lm_head.parts[0] is stem.table.weight) == (name == "llama-tied-biases")
     assert any(held is stem.table.weight.panels for held in model.constants)
     table = values(Gguf(path), "model.embed_tokens.weight")
@@ -112,16 +112,16 @@ def test_a_part_is_read_in_blocks_where_the_cut_falls_between_them(tmp_path: Pat
 
     def part(rank: int, count: int, axis: int) -> WeightForm:
         places = {"o": (Part(names.weights[0], (64, 64), axis),)}
-        return KeptPanels.load(SplitSource(source, places, rank, count), names, options)
+        return PanelLinear.load(SplitSource(source, places, rank, count), names, options)
 
     form = part(1, 2, axis)
     weight = values(source, *names.weights)
     assert weight.shape == (64, 64)
-    assert isinstance(form, KeptPanels)
+    assert isinstance(form, PanelLinear)
     out = torch.empty(form.in_features, form.out_features)
     form.apply(out, torch.eye(form.in_features))
     torch.testing.assert_close(out, weight[kept].T)
-    assert not isinstance(part(1, 4, 1), KeptPanels)  # a cut within blocks
+    assert not isinstance(part(1, 4, 1), PanelLinear)  # a cut within blocks
 
 
 @compiled
@@ -129,7 +129,7 @@ def test_a_source_from_outside_keeps_its_blocks(tmp_path: Path, monkeypatch: pyt
     file = quantized_file(tmp_path / "model.gguf", "llama", {"weight": "Q8_0"})
 
     class Blocks:
-        keeps_blocks = True
+        quant_method = "gguf"
 
         def __init__(self, model: str | Path) -> None:
             held = Gguf(file)

@@ -21,7 +21,7 @@ from huggingface_hub.utils import filter_repo_objects
 from graphdecode import LLM, BucketConfig, GraphdecodeError, SamplingParams
 from graphdecode.convert import quantized_copy
 from graphdecode.errors import ArgumentError
-from graphdecode.linear.gguf_blocks import BLOCK_TYPES, BlockType
+from graphdecode.linear.quantization.gguf import BLOCK_TYPES, BlockType
 from graphdecode.linear.weight_form import Shard
 from graphdecode.models import ModelSourceError, check_model, load_model, resolve_model_path
 from graphdecode.models.config import UnsupportedModelError

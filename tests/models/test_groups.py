@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from graphdecode import LLM, GraphdecodeError, SamplingParams
-from graphdecode.linear.groups import TABLES, Groups, packed, unpacked
+from graphdecode.linear.quantization.groups import TABLES, Groups, packed, unpacked
 from graphdecode.linear.weight_form import Shard
 from graphdecode.models import generation_defaults, installable, model_path, resolve_model_path
 from graphdecode.models.installable import InstallableModel, ModelInstallError

@@ -21,9 +21,9 @@ from graphdecode.engine.loading import load_runner
 from graphdecode.engine.prompts import PromptChunk, Prompts
 from graphdecode.kernels.native import library as native
 from graphdecode.kernels.native.instructions import Instructions, instructions
-from graphdecode.linear.kept import KeptPanels
 from graphdecode.linear.linear_choice import LinearTuner
 from graphdecode.linear.plain import Panels
+from graphdecode.linear.quantized_linear import PanelLinear
 from graphdecode.models import CheckpointError, UnsupportedModelError, describe_model, load, load_model, resolve_dtype
 
 PROMPT = [[65, 66, 67, 68]]
@@ -347,7 +347,7 @@ def beyond(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 @compiled
 def test_a_gguf_files_blocks_stay_and_none_expands_them(blocks: Path) -> None:
     kept, expanded = (load_model(blocks, device="cpu", quantize=quantize) for quantize in (None, "none"))
-    assert {type(form) for form in kept.layers[0].linears.values()} == {KeptPanels}
+    assert {type(form) for form in kept.layers[0].linears.values()} == {PanelLinear}
     assert {type(form) for form in expanded.layers[0].linears.values()} == {Panels}
     assert kept.dtype == expanded.dtype == (torch.float32 if instructions().name == "portable" else torch.float16)
 
@@ -359,7 +359,7 @@ def test_a_gguf_files_blocks_stay_without_timing_a_product(blocks: Path, monkeyp
 
     monkeypatch.setattr(LinearTuner, "best_seconds", times)
     with closing(load_runner(blocks, **SMALL)) as runner:
-        assert {type(form) for form in runner.model.layers[0].linears.values()} == {KeptPanels}
+        assert {type(form) for form in runner.model.layers[0].linears.values()} == {PanelLinear}
 
 
 @compiled
@@ -374,7 +374,7 @@ def test_without_compiled_kernels_few_bits_are_expanded_in_float32(blocks: Path)
     with native.switched_off():
         model = load_model(blocks, device="cpu")
     assert model.dtype == torch.float32
-    assert KeptPanels not in {type(form) for form in model.layers[0].linears.values()}
+    assert PanelLinear not in {type(form) for form in model.layers[0].linears.values()}
 
 
 @compiled

@@ -12,7 +12,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from graphdecode import LLM, SamplingParams
 from graphdecode.kernels.native import library as native
-from graphdecode.linear.groups import Groups
+from graphdecode.linear.quantization.groups import Groups
 from graphdecode.linear.weight_form import Shard
 from graphdecode.models import CheckpointError, load_model
 from graphdecode.models.checkpoint import Checkpoint

@@ -15,13 +15,12 @@ from quantized_checkpoints import FORMS, write_pair
 
 from graphdecode import LLM, ArgumentError, SamplingParams
 from graphdecode.engine.loading import load_runner
-from graphdecode.linear.groups import Groups
-from graphdecode.linear.kept import KeptPanels
-from graphdecode.linear.plain import Int8
+from graphdecode.linear.quantization.compressed_tensors import GROUP_QUANTIZATIONS, quantized_groups
+from graphdecode.linear.quantization.gguf import quantized_blocks
+from graphdecode.linear.quantization.groups import Groups
+from graphdecode.linear.quantized_linear import Int8PanelLinear, PanelLinear
 from graphdecode.linear.weight_form import Shard
 from graphdecode.models import load_model
-from graphdecode.models.gguf.quantize import quantized_blocks
-from graphdecode.models.quantized.on_load import GROUP_SCHEMES, quantized_groups
 
 
 def weight(seed: int = 0, shape: tuple[int, int] = (96, 512)) -> torch.Tensor:
@@ -56,7 +55,7 @@ def error(found: torch.Tensor, expected: torch.Tensor) -> float:
     ("name", "group_size", "most"), [("int8", None, 0.02), ("int8", 64, 0.009), ("fp8", None, 0.03)]
 )
 def test_a_group_is_rounded_to_its_nearest_codes(name: str, group_size: int | None, most: float) -> None:
-    scheme = GROUP_SCHEMES[name].sized(group_size, [512])
+    scheme = GROUP_QUANTIZATIONS[name].sized(group_size, [512])
     plain = weight()
     groups = quantized_groups(plain, scheme)
     assert groups.scales.shape == (96, 512 // (group_size or 512))
@@ -70,7 +69,7 @@ def test_a_group_is_rounded_to_its_nearest_codes(name: str, group_size: int | No
 
 def test_four_bits_are_closer_than_with_the_scale_of_the_largest_value() -> None:
     plain = weight().bfloat16()
-    groups = quantized_groups(plain, GROUP_SCHEMES["int4"].sized(None, [512]))
+    groups = quantized_groups(plain, GROUP_QUANTIZATIONS["int4"].sized(None, [512]))
     assert isinstance(groups, Groups)
     assert (groups.bits, groups.group_size, groups.scales.dtype) == (4, 128, torch.bfloat16)
     by_group = plain.float().view(96, -1, 128)
@@ -101,7 +100,7 @@ def test_blocks_of_four_bits_keep_large_values_better_than_scales_of_the_largest
     assert lost[0] < 0.97 * lost[1]
 
 
-FORMS_OF = {"int4": KeptPanels, "fp8": KeptPanels, "q8_0": KeptPanels, "q4_k": KeptPanels, "int8": Int8}
+FORMS_OF = {"int4": PanelLinear, "fp8": PanelLinear, "q8_0": PanelLinear, "q4_k": PanelLinear, "int8": Int8PanelLinear}
 
 
 @compiled
@@ -149,7 +148,7 @@ def test_groups_of_a_size_that_is_asked_for_are_made(tmp_path: Path) -> None:
     for quantize, size in (("int8", 32), ("int4", 16)):
         model = load_model(tmp_path, device="cpu", quantize=quantize, quantize_group_size=size)
         form = model.layers[0].linears["o"]
-        assert isinstance(form, KeptPanels)
+        assert isinstance(form, PanelLinear)
         assert form.parts[0].scales.shape[1] == 64 // size
 
 
@@ -178,7 +177,7 @@ def test_weights_of_few_bits_are_not_rounded_again(tmp_path: Path, quantize: str
 
 def test_a_part_by_rows_is_rounded_as_the_whole() -> None:
     plain = weight()
-    scheme = GROUP_SCHEMES["int4"].sized(64, [512])
+    scheme = GROUP_QUANTIZATIONS["int4"].sized(64, [512])
     part = Shard(1, 3, 0)
     assert torch.equal(
         quantized_groups(plain, scheme).part(part).dequantized(),

@@ -14,9 +14,9 @@ from quantized_checkpoints import FORMS, packed_tensors, write_pair
 from safetensors.torch import load_file, save_file
 
 from graphdecode import LLM, SamplingParams
-from graphdecode.linear.groups import GROUP_TYPES
-from graphdecode.linear.kept import KeptPanels
 from graphdecode.linear.plain import Panels
+from graphdecode.linear.quantization.registry import weight_type
+from graphdecode.linear.quantized_linear import PanelLinear
 from graphdecode.linear.weight_form import Shard
 from graphdecode.linear.wrapped import Joined
 from graphdecode.models import CheckpointError, UnsupportedModelError, check_model, load_model
@@ -41,9 +41,9 @@ def read(source: Checkpoint, name: str, shard: Shard | None = None) -> torch.Ten
 def test_a_weight_is_read_as_what_it_stands_for(pair: tuple[Path, Path]) -> None:
     packed, plain = map(Checkpoint, pair)
     assert packed.tensors.keys() - {name for name in packed.tensors if name.endswith("bias")} == plain.tensors.keys()
-    assert packed.tensors["model.layers.1.mlp.down_proj.weight"].dtype not in GROUP_TYPES
+    assert packed.tensors["model.layers.1.mlp.down_proj.weight"].dtype in ("F32", "BF16", "F16")
     for name in (MLP, ATTENTION):
-        assert packed.tensors[name].dtype in GROUP_TYPES
+        assert weight_type(packed.tensors[name].dtype) is not None
         torch.testing.assert_close(read(packed, name), read(plain, name), rtol=2e-6, atol=1e-7)
 
 
@@ -64,7 +64,7 @@ def test_a_layer_keeps_its_codes(pair: tuple[Path, Path]) -> None:
     for index, layer in enumerate(packed.layers):
         for place, form in layer.linears.items():
             is_plain = not is_kept or (index == 1 and place in ("gate_up", "down"))
-            assert type(form) is (Panels if is_plain else KeptPanels), (index, place)
+            assert type(form) is (Panels if is_plain else PanelLinear), (index, place)
             x = torch.randn(3, form.in_features, generator=torch.Generator().manual_seed(index))
             found, expected = torch.empty(2, 3, form.out_features)
             form.apply(found, x)
@@ -133,7 +133,7 @@ def test_one_module_that_is_ignored_is_plain_and_so_is_what_it_is_fused_with(tmp
         load_model(each, device="cpu", dtype="float32") for each in write_pair(form, tmp_path, left_plain=module)
     )
     for name, linear in packed.layers[0].linears.items():
-        assert type(linear) is (Panels if name == place else KeptPanels), name
+        assert type(linear) is (Panels if name == place else PanelLinear), name
         x = torch.randn(3, linear.in_features, generator=torch.Generator().manual_seed(0))
         found, expected = torch.empty(2, 3, linear.out_features)
         linear.apply(found, x)
@@ -164,7 +164,7 @@ def test_a_delta_net_keeps_weights_in_groups_that_cannot_be_joined(tmp_path, mon
     edit_config(folder, lambda config: config.update(quantization_config=settings))
     form = load_model(folder, device="cpu", dtype="float32").layers[0].linears["in_proj"]
     found = form.forms if isinstance(form, Joined) else (form,)
-    assert [type(part) for part in found] == [KeptPanels] * products
+    assert [type(part) for part in found] == [PanelLinear] * products
     source = Checkpoint(folder)
     weight = torch.cat([read(source, f"model.layers.0.linear_attn.{name}") for name in names])
     out = torch.empty(form.in_features, form.out_features)

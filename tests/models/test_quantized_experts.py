@@ -17,9 +17,9 @@ from torch import Tensor
 
 from graphdecode import LLM, SamplingParams
 from graphdecode.linear.experts import ExpertPanels, PlainExperts
+from graphdecode.linear.quantization.compressed_tensors import GROUP_QUANTIZATIONS, quantized_groups
 from graphdecode.models import Decoder, load_model
 from graphdecode.models.blocks import Experts, SparseMlp
-from graphdecode.models.quantized.on_load import GROUP_SCHEMES, quantized_groups
 
 pytestmark = compiled
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
@@ -138,7 +138,7 @@ def undone(weight: Tensor, quantize: str) -> Tensor:
         blocks = gguf.quants.quantize(weight.numpy(), gguf.GGMLQuantizationType.Q8_0)
         return torch.from_numpy(gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType.Q8_0))
     return quantized_groups(
-        weight, GROUP_SCHEMES[quantize].sized(32 if quantize == "int4" else None, [32])
+        weight, GROUP_QUANTIZATIONS[quantize].sized(32 if quantize == "int4" else None, [32])
     ).dequantized()
 
 

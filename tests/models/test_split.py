@@ -30,8 +30,8 @@ from graphdecode.errors import ArgumentError
 from graphdecode.kernels.norm.gated_rms_norm import gated_rms_norm
 from graphdecode.linear.experts import ExpertPanels
 from graphdecode.linear.forms import load_linear
-from graphdecode.linear.kept import KeptPanels
 from graphdecode.linear.linear_choice import LinearTuner
+from graphdecode.linear.quantized_linear import PanelLinear
 from graphdecode.linear.weight_form import FormOptions, LinearNames, Shard, Stored, WeightForm
 from graphdecode.linear.wrapped import Summed
 from graphdecode.models import Model, load_model
@@ -281,7 +281,7 @@ def test_a_rank_keeps_blocks_of_products_and_embedding_in_half_the_memory(tmp_pa
         assert model.stem.part.table is not None
         o = model.layers[0].linears["o"]
         assert isinstance(o, Summed)
-        assert isinstance(o.form, KeptPanels)
+        assert isinstance(o.form, PanelLinear)
     whole, *own = (sum(held.nbytes for held in model.constants) for model in (load(None), *ranks))
     assert own == pytest.approx([whole / 2] * 2, rel=0.1)
     found = on_all_ranks(2, lambda shared: logits_of(path, shared, quantize="gguf"))

@@ -17,16 +17,15 @@ from test_quantized_experts import experts_in, logits
 
 from graphdecode import GraphManager
 from graphdecode.graphs import check
-from graphdecode.kernels.linear.linear import quantize_int8
 from graphdecode.kernels.linear.small_linear import SmallLinearConfig, partial_sums
 from graphdecode.kernels.linear.tiled_linear import tiled_linear_triton
 from graphdecode.kernels.linear.weight_tiles import WeightTiles, dequantized
 from graphdecode.linear.experts import ExpertPanels, ExpertTiles, PlainExperts
-from graphdecode.linear.groups import Groups, packed
-from graphdecode.linear.kept import KeptPanels
-from graphdecode.linear.plain import Int8, Plain
+from graphdecode.linear.plain import Plain
+from graphdecode.linear.quantization.groups import Groups, packed
+from graphdecode.linear.quantized_linear import Int8PanelLinear, PanelLinear
 from graphdecode.linear.small_linear_timing import FUSED_FORMS, FusedForm
-from graphdecode.linear.tiles import Int8Tiles, KeptTiles, Tiles
+from graphdecode.linear.tiled_linear import Int8TiledLinear, TiledLinear
 from graphdecode.linear.weight_form import WeightForm
 from graphdecode.models import Decoder, load_model
 from graphdecode.models.blocks import Tokens
@@ -41,10 +40,10 @@ SMALL = {"attn_v.weight": "Q5_0", "ffn_down.weight": "Q8_0", "embd.weight": "Q4_
 @pytest.fixture
 def forms_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the CPU take the forms of a GPU, and none of its own."""
-    for form in (KeptPanels, Int8):
+    for form in (PanelLinear, Int8PanelLinear):
         monkeypatch.setattr(form, "why_not", classmethod(lambda _form, _options: "is not asked for"))
     monkeypatch.setattr(ExpertPanels, "load", classmethod(lambda *_arguments: None))
-    monkeypatch.setattr(Tiles, "why_not", classmethod(lambda _form, _options: ""))
+    monkeypatch.setattr(TiledLinear, "why_not", classmethod(lambda _form, _options: ""))
     properties = SimpleNamespace(multi_processor_count=132, major=9)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _device: properties)
 
@@ -91,7 +90,7 @@ def test_a_files_blocks_are_kept_part_by_part_and_all_products_are_those_of_thei
         expected = [norm @ weight.T, torch.nn.functional.silu(gate) * up, 1 + 0.5 * (x @ weight.T)]
         for one, other in zip(fused_products(form, x, gain), expected, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
-    assert isinstance(model.head.lm_head, KeptTiles | Plain)
+    assert isinstance(model.head.lm_head, TiledLinear | Plain)
     assert model.stem.table is not None
     table, nothing = values(source, "model.embed_tokens.weight"), torch.zeros(0, dtype=torch.int32)
     tokens = Tokens(torch.tensor([3, 1, 4]), nothing, nothing, torch.tensor([3], dtype=torch.int32), nothing)
@@ -128,7 +127,7 @@ def test_weights_that_are_rounded_while_they_are_read_are_tiles(quantize, checkp
     assert isinstance(model, Decoder)
     assert isinstance(plain, Decoder)
     for place, form in model.layers[0].linears.items():
-        assert isinstance(form, KeptTiles), (place, form)
+        assert isinstance(form, TiledLinear), (place, form)
         weight = product(plain.layers[0].linears[place])
         step = weight.abs().max() / {"int4": 7, "fp8": 14, "q8_0": 127}[quantize]
         assert (product(form) - weight).abs().max() <= step
@@ -142,7 +141,7 @@ def test_columns_in_another_order_are_put_right(forms_of_a_gpu: None) -> None:
     tiles = groups.tiles()
     assert tiles is not None
     counters = torch.zeros(8, dtype=torch.int32)
-    form = KeptTiles((6, 64), None, (tiles,), counters, 132, False, 9, False, FusedForm(), order)
+    form = TiledLinear((6, 64), None, (tiles,), counters, 132, False, 9, False, FusedForm(), order)
     torch.testing.assert_close(product(form), groups.dequantized().T, rtol=1e-6, atol=1e-6)
     assert form.fused(1) is None
 
@@ -153,9 +152,10 @@ def test_int8_weights_are_those_of_the_rounded_ones(checkpoint: Callable[[str], 
     assert isinstance(plain, Decoder)
     assert isinstance(tiled, Decoder)
     for place, form in tiled.layers[0].linears.items():
-        assert isinstance(form, Int8Tiles)
-        codes, scales = quantize_int8(product(plain.layers[0].linears[place]).T)
-        torch.testing.assert_close(product(form), (codes * scales[:, None]).T, rtol=1e-6, atol=1e-7)
+        assert isinstance(form, Int8TiledLinear)
+        weight = product(plain.layers[0].linears[place]).T
+        scales = weight.abs().amax(1, keepdim=True) / 127
+        torch.testing.assert_close(product(form), ((weight / scales).round() * scales).T, rtol=1e-6, atol=1e-7)
         assert form.fused_form == FUSED_FORMS[place.rpartition(".")[2]]
 
 
@@ -164,7 +164,7 @@ def test_a_gated_product_of_few_rows_does_not_start_early() -> None:
     assert tiles is not None
     for place, rows, may in (("gate_up", 1, False), ("gate_up", 16, False), ("gate_up", 17, True), ("o", 1, True)):
         counters = torch.zeros(8, dtype=torch.int32)
-        form = KeptTiles((6, 64), None, (tiles,), counters, 132, True, 9, False, FUSED_FORMS[place])
+        form = TiledLinear((6, 64), None, (tiles,), counters, 132, True, 9, False, FUSED_FORMS[place])
         config = form.choice(rows).config
         assert config is not None
         assert config.pdl == may
@@ -226,7 +226,7 @@ def test_four_bits_have_the_tokens_of_their_undone_weights_by_the_interpreted_ke
         given = config._replace(pdl=False)
         tiled_linear_triton(out, x, tiles, bias, gain, partial, counters, eps, epilogue, scale, given)
 
-    monkeypatch.setattr("graphdecode.linear.tiles.tiled_linear", by_the_kernel)
+    monkeypatch.setattr("graphdecode.linear.tiled_linear.tiled_linear", by_the_kernel)
     for driven in (plain, kept):
         driven.prefill(texts, [0, 0])
     tokens = [70, 71]

@@ -23,12 +23,11 @@ from graphdecode.kernels.native.library import joined
 from graphdecode.kernels.native.registration import bind
 from graphdecode.linear.experts import ExpertForm, ExpertNames
 from graphdecode.linear.forms import load_experts
-from graphdecode.linear.gguf_blocks import GgufBlocks
 from graphdecode.linear.linear_choice import LinearTuner
-from graphdecode.linear.quantized_weight import QuantizedWeight
+from graphdecode.linear.quantization.compressed_tensors import GROUP_QUANTIZATIONS, quantized_groups
+from graphdecode.linear.quantization.gguf import GgufBlocks, quantized_blocks
+from graphdecode.linear.quantization.quantized_weight import QuantizedWeight
 from graphdecode.linear.weight_form import FormOptions, Shard, Stored
-from graphdecode.models.gguf.quantize import quantized_blocks
-from graphdecode.models.quantized.on_load import GROUP_SCHEMES, quantized_groups
 from graphdecode.profiling.environment import read_bandwidth
 from harness import Out, Sizes, alternated, medians, numbers, record, write
 
@@ -59,7 +58,7 @@ class RandomExperts:
         """Return a tensor in groups or blocks."""
         if self._kind.startswith("Q"):
             return GgufBlocks(quantized_blocks(self._drawn(name), self._kind), self._kind)
-        scheme = next((each for each in GROUP_SCHEMES.values() if each.type_name == self._kind), None)
+        scheme = next((each for each in GROUP_QUANTIZATIONS.values() if each.weight_type.name == self._kind), None)
         if scheme is None:
             return None
         return quantized_groups(self._drawn(name), scheme.sized(None, [self.tensors[name].shape[1]]))

@@ -43,8 +43,8 @@ from graphdecode.kernels.native import library as native
 from graphdecode.kernels.native.compiler import Compiler
 from graphdecode.kernels.native.instructions import VARIABLE
 from graphdecode.kernels.native.registration import versions
-from graphdecode.linear.gguf_blocks import BLOCK_OF, GGUF_BLOCKS, GgufBlocks
-from graphdecode.linear.kept import KeptPanels
+from graphdecode.linear.quantization.gguf import BLOCK_OF, BLOCKS_ON_CPU, GgufBlocks
+from graphdecode.linear.quantized_linear import PanelLinear
 from graphdecode.models import load_model
 from harness import Out, command_of, json_of, read, record, replaced, write
 
@@ -78,7 +78,7 @@ def of_rows(name: str, rows: tuple[int, ...], held: QuantizedPanels, weight: tor
 
 
 def blocks(is_whole: bool) -> Iterator[Share]:
-    for name in sorted(GGUF_BLOCKS):
+    for name in sorted(BLOCKS_ON_CPU):
         for shape in SHAPES + NARROW * (BLOCK_OF[name].values == 32) if is_whole else SHAPES[:1]:
             stored, weight = stored_weight(name, shape)
             yield from of_rows(
@@ -109,7 +109,7 @@ def checkpoints(is_whole: bool) -> Iterator[Share]:
             for dtype in DTYPES:
                 model: Any = load_model(packed, device="cpu", dtype=dtype)
                 for place, layer in model.layers[0].linears.items():
-                    if not isinstance(layer, KeptPanels):
+                    if not isinstance(layer, PanelLinear):
                         raise TypeError(f"{name}: {place} is {type(layer).__name__}")
                     weight = torch.empty(layer.in_features, layer.out_features)
                     meant[place].apply(weight, torch.eye(layer.in_features))
@@ -121,7 +121,7 @@ def checkpoints(is_whole: bool) -> Iterator[Share]:
 
 
 def embeddings(is_whole: bool) -> Iterator[Share]:
-    for name, shape in combinations(sorted(GGUF_BLOCKS), SHAPES if is_whole else SHAPES[:1]):
+    for name, shape in combinations(sorted(BLOCKS_ON_CPU), SHAPES if is_whole else SHAPES[:1]):
         stored, weight = stored_weight(name, shape)
         held, tokens = GgufBlocks(stored, name).some_panels(), torch.arange(shape[0]).flip(0)
         for dtype in DTYPES:
@@ -184,7 +184,7 @@ def caches(is_whole: bool) -> Iterator[Share]:
 def experts(is_whole: bool) -> Iterator[Share]:
     """Yield whether products of experts, quantized and plain, pass their tests' checks."""
     rows = (*range(1, 34), 300) if is_whole else (1, 33)
-    kinds = [*sorted(GGUF_BLOCKS), (4, False), (4, True), (8, False), "e4m3"]
+    kinds = [*sorted(BLOCKS_ON_CPU), (4, False), (4, True), (8, False), "e4m3"]
     gates = ("none", "silu") if is_whole else ("silu",)
     for kind, dtype, gate in combinations(kinds if is_whole else kinds[::4], DTYPES, gates):
         yield passed(str(kind), few_bit_experts.check, kind, gate, dtype, rows, gate == "silu")

@@ -36,7 +36,7 @@ from graphdecode.engine.loading import load_engine
 from graphdecode.engine.steps import step
 from graphdecode.errors import ArgumentError
 from graphdecode.models.checkpoint import Checkpoint
-from graphdecode.models.quantized.on_load import quantized_on_load
+from graphdecode.models.quantize_on_load import quantized_on_load
 from harness import TOOLS, Out, Sizes, numbers, read, record, replaced, write
 
 _LIMIT_SECONDS = 300.0  # for four ranks on two busy cores

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from graphdecode.linear.gguf_blocks import BLOCK_TYPES, BlockType, dequantize
+from graphdecode.linear.quantization.gguf import BLOCK_TYPES, BlockType, dequantize
 from graphdecode.linear.weight_form import Shard
 from graphdecode.models.config import UnsupportedModelError
 from graphdecode.models.model_path import refuse_pointer

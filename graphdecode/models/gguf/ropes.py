@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from graphdecode.linear.gguf_blocks import dequantize
+from graphdecode.linear.quantization.gguf import dequantize
 from graphdecode.models.config import UnsupportedModelError
 from graphdecode.models.gguf.container import GgufTensor, Metadata
 from graphdecode.models.rope import RopeConfig, inverse_frequencies

@@ -8,8 +8,9 @@ from typing import Any
 
 from torch import Tensor
 
-from graphdecode.linear.gguf_blocks import GGUF_BLOCKS, GgufBlocks
-from graphdecode.linear.quantized_weight import QuantizedWeight
+from graphdecode.linear.quantization.gguf import BLOCKS_ON_CPU, GgufBlocks
+from graphdecode.linear.quantization.gguf import Gguf as Format
+from graphdecode.linear.quantization.quantized_weight import QuantizedWeight
 from graphdecode.linear.weight_form import Shard, Stored
 from graphdecode.models.config import ModelConfig, UnsupportedModelError
 from graphdecode.models.family import config_of
@@ -23,7 +24,7 @@ from graphdecode.models.weight_map import CheckpointError
 class Gguf:
     """A `.gguf` file, by its path, the folder that holds no other, or as a repository of the hub."""
 
-    keeps_blocks = True  # what `read_quantized` returns
+    quant_method = Format.name
 
     def __init__(self, model: str | Path) -> None:
         self.path = resolve_model_path(model)
@@ -72,7 +73,7 @@ class Gguf:
     def read_quantized(self, name: str, expert: int | None = None) -> QuantizedWeight | None:
         """Return a matrix as it is stored; None if it is not in blocks."""
         view, block_type = self._views[name], self.tensors[name].dtype
-        return GgufBlocks(view.blocks, block_type) if block_type in GGUF_BLOCKS and view.keeps_blocks else None
+        return GgufBlocks(view.blocks, block_type) if block_type in BLOCKS_ON_CPU and view.keeps_blocks else None
 
     def _further_layers(self) -> tuple[str, ...]:
         """Return the prefixes of tensors behind the decoder's last layer."""

@@ -14,15 +14,17 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from graphdecode.errors import CheckpointError
 from graphdecode.kernels.linear.pack_codes import BLOCK
 from graphdecode.kernels.linear.quantized_linear import LEAST_GROUP, Numbers, QuantizedPanels, quantized_panels
 from graphdecode.kernels.linear.weight_tiles import WeightTiles, can_tile, tiled
-from graphdecode.linear.quantized_weight import QuantizedWeight
+from graphdecode.linear.quantization.quantized_weight import QuantizedWeight, WeightType
 from graphdecode.linear.weight_form import Shard
 
 Code = Literal["integer", "e4m3", "e2m1", "nf4"]
-GROUP_TYPES = frozenset({"INT4", "INT8", "FP8", "MXFP4", "NF4"})  # values of `Stored.dtype`
-KEPT_GROUPS = GROUP_TYPES - {"NF4"}  # codes are integers or float8
+INT4, INT8, FP8 = WeightType("INT4", 4), WeightType("INT8", 8), WeightType("FP8", 8)
+MXFP4 = WeightType("MXFP4", 4.25)
+NF4 = WeightType("NF4", 4, devices=())  # codes are no integers, and no float8
 _PART_OF_ROW = 128  # group size in tiles if all columns share a scale and there are zeros
 
 # by code; e2m1: OCP Microscaling Formats, 2023, 5.3.3; nf4: Dettmers et al., 2023 (QLoRA), appendix E
@@ -215,6 +217,21 @@ def packed(codes: Tensor) -> Tensor:
 def unpacked(codes: Tensor) -> Tensor:
     """Inverse of `packed`."""
     return torch.stack([codes & 15, codes >> 4], dim=-1).flatten(-2)
+
+
+def sorted_by_group(groups: Groups, group_of: Tensor | None, name: str) -> Groups:
+    """Return a weight with its columns sorted by their groups, for GPTQ's `desc_act`.
+
+    `group_of`: the group of each column, integers [in_features]; None: already sorted.
+    """
+    expected = torch.arange(groups.shape[1]) // groups.group_size
+    if group_of is None or torch.equal(group_of.long(), expected):
+        return groups
+    order = torch.argsort(group_of, stable=True)
+    if not torch.equal(group_of[order].long(), expected):
+        raise CheckpointError(f"{name}: g_idx has groups that have not {groups.group_size} columns each")
+    codes = (unpacked(groups.codes) if groups.bits == 4 else groups.codes).index_select(1, order)
+    return replace(groups, codes=packed(codes) if groups.bits == 4 else codes, order=order.int())
 
 
 def _same_order(one: Groups, other: Groups) -> bool:

@@ -3,33 +3,31 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
-from graphdecode.kernels.linear.linear import quantize_int8
 from graphdecode.kernels.linear.small_linear import SmallLinearConfig, tiled_config
 from graphdecode.kernels.linear.tiled_linear import tiled_linear
-from graphdecode.kernels.linear.weight_tiles import WeightTiles, columns_of, moved_tiles, tiled
+from graphdecode.kernels.linear.weight_tiles import WeightTiles, columns_of, moved_tiles
 from graphdecode.kernels.model.act_mul import ACTIVATIONS, act_mul
 from graphdecode.kernels.native.optional_triton import has_early_start
-from graphdecode.linear.gguf_blocks import TILED_BLOCKS
-from graphdecode.linear.groups import KEPT_GROUPS
-from graphdecode.linear.kept import Kept
 from graphdecode.linear.linear_choice import LinearChoice
 from graphdecode.linear.plain import Plain
-from graphdecode.linear.quantized_weight import QuantizedWeight
+from graphdecode.linear.quantization.quantized_weight import QuantizedWeight
+from graphdecode.linear.quantized_linear import Int8Linear, QuantizedLinear
 from graphdecode.linear.small_linear_timing import FusedForm
-from graphdecode.linear.weight_form import ROWS_AT_ONCE, FormOptions, FusedProduct, RowTable, WeightForm
+from graphdecode.linear.weight_form import ROWS_AT_ONCE, FormOptions, FusedProduct, RowTable
 
 
 @dataclass(frozen=True)
-class Tiles(WeightForm):
-    """A weight in tiles; fused tensors of several types are parts, each with its own product."""
+class TiledLinear(QuantizedLinear):
+    """A quantized weight in tiles; fused tensors of several types are parts, each with its own product."""
 
     path = "tiles"
-    is_strided = True
+    device = "cuda"
+    plain = Plain
     parts: tuple[WeightTiles, ...]
     counters: Tensor  # int32, workspace of products with splits, shared by all weights
     units: int  # multiprocessors of the GPU
@@ -45,21 +43,19 @@ class Tiles(WeightForm):
         return "" if is_cuda else f"needs a CUDA device, the device is {options.device.type}"
 
     @classmethod
-    def of_tiles(
-        cls,
-        shape: tuple[int, ...],
-        bias: Tensor | None,
-        parts: list[WeightTiles],
-        options: FormOptions,
-        order: Tensor | None = None,
-    ) -> Self:
-        """Return a weight of parts, concatenated by rows."""
+    def of_parts(
+        cls, shape: tuple[int, ...], bias: Tensor | None, parts: list[QuantizedWeight], options: FormOptions
+    ) -> Self | None:
+        tiles = [each for part in parts if (each := part.tiles()) is not None]
+        if len(tiles) < len(parts):
+            return None
+        order = parts[0].order
         device = options.device
         properties = torch.cuda.get_device_properties(device)
         return cls(
             shape,
             bias,
-            tuple(moved_tiles(part, device) for part in parts),
+            tuple(moved_tiles(part, device) for part in tiles),
             options.tuner.counters(device),
             properties.multi_processor_count,
             has_early_start(device),
@@ -118,29 +114,5 @@ class Tiles(WeightForm):
 
 
 @dataclass(frozen=True)
-class Int8Tiles(Tiles):
-    """An int8 weight."""
-
-    quantize = "int8"
-
-    @classmethod
-    def of(cls, weight: Tensor, bias: Tensor | None, options: FormOptions) -> WeightForm:
-        """Return the weight rounded to int8, with a scale per row; see `quantize_int8`."""
-        codes, scales = quantize_int8(weight, options.row_maxima)
-        tiles = tiled(codes.view(torch.uint8), "s8", scales[:, None], 0)
-        return cls.of_tiles(weight.shape, bias, [tiles], options)
-
-
-@dataclass(frozen=True)
-class KeptTiles(Kept, Tiles):
-    """A weight that stays quantized as stored, in tiles."""
-
-    kinds: ClassVar[set[str]] = {*TILED_BLOCKS, *KEPT_GROUPS}
-    plain = Plain
-
-    @classmethod
-    def of_parts(
-        cls, shape: tuple[int, ...], bias: Tensor | None, parts: list[QuantizedWeight], options: FormOptions
-    ) -> Self | None:
-        made = [held for part in parts if (held := part.tiles()) is not None]
-        return None if len(made) < len(parts) else cls.of_tiles(shape, bias, made, options, parts[0].order)
+class Int8TiledLinear(Int8Linear, TiledLinear):
+    """An int8 weight in tiles."""

@@ -5,32 +5,50 @@ A module NAME has `NAME.weight_scale`, and either `NAME.weight`, int8 or float8,
 the rows. Modules of the ignore list have a plain weight.
 """
 
-from collections.abc import Iterator, Mapping
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from graphdecode.errors import shown
-from graphdecode.linear.groups import Code, Groups, unpacked
-from graphdecode.linear.weight_form import Stored
-from graphdecode.models.fields import UnsupportedModelError
-from graphdecode.models.quantized.method import (
+from graphdecode.errors import ArgumentError, CheckpointError, UnsupportedModelError, shown
+from graphdecode.linear.quantization.format import (
     FLOATS,
-    Method,
+    OnlineQuantization,
     PackedTensor,
+    QuantizationFormat,
     Read,
     checked_block,
     checked_group_size,
     one_of,
     require,
-    sorted_by_group,
 )
-from graphdecode.models.weight_map import CheckpointError
+from graphdecode.linear.quantization.groups import (
+    FP8,
+    INT4,
+    INT8,
+    MXFP4,
+    Code,
+    Groups,
+    packed,
+    sorted_by_group,
+    unpacked,
+)
+from graphdecode.linear.quantization.quantized_weight import QuantizedWeight, WeightType
+from graphdecode.linear.weight_form import Stored
 
 _FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mxfp4-pack-quantized", "dense")
 _PARTS = ("weight", "weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx")
+_VALUES_AT_ONCE = 1 << 22  # float32 values quantized at a time
+_GROUP_SIZES = (128, 64, 32)  # default: the first that divides all columns
+_FLOAT8_MOST = 448.0
+# candidates for a group's largest value over its scale: larger ones clip it, for more precise others
+_LARGEST_CODES = (7.0, 7.5, 8.0, 8.5, 9.0, 10.0, 11.0)
 
 
 class _Scheme(NamedTuple):
@@ -41,10 +59,91 @@ class _Scheme(NamedTuple):
     is_symmetric: bool = True  # zero points are optional
 
 
-class CompressedTensors(Method):
+@dataclass(frozen=True)
+class GroupQuantization(OnlineQuantization):
+    """Codes with a scale per row, or per group of a row."""
+
+    file_format = "safetensors"
+    name: str
+    code: Code
+    weight_type: WeightType
+    is_grouped: bool = False  # whether the default is several groups per row
+    group_size: int | None = None  # columns that share a scale; None: a whole row
+
+    @property
+    def bits(self) -> int:
+        """Bits of a code."""
+        return int(self.weight_type.bits)
+
+    def sized(self, group_size: int | None, columns: Iterable[int]) -> GroupQuantization:
+        if group_size is None and not self.is_grouped:
+            return self
+        if self.code != "integer":
+            raise ArgumentError(f"quantize={self.name!r} has a scale for each row: leave the group size out")
+        divisor = math.gcd(*columns)
+        fitting = [size for size in _GROUP_SIZES if divisor % size == 0]
+        size = group_size if group_size is not None else fitting[0] if fitting else 0
+        if size < 16 or size % 16 or divisor % size:
+            asked = "" if group_size is None else f"of {group_size} "
+            can = f"; those of {', '.join(map(str, fitting))} are" if fitting else ""
+            raise ArgumentError(
+                f"groups {asked}are not available with quantize={self.name!r}: they must be a multiple of 16, and "
+                f"divide all weights' columns, and so {divisor}{can}"
+            )
+        return replace(self, group_size=size)
+
+    def type_of(self, name: str, columns: int, *, is_outer: bool) -> str:
+        return self.weight_type.name
+
+    def quantized(self, weight: Tensor, weight_type: str) -> Groups:
+        return quantized_groups(weight, self)
+
+    def written(self, name: str, weight: QuantizedWeight) -> Iterator[tuple[str, Tensor]]:
+        assert isinstance(weight, Groups)
+        module = name.removesuffix(".weight")
+        yield f"{module}.weight_scale", weight.scales
+        if weight.code == "e4m3":
+            yield name, weight.codes
+        else:  # int32, the first integer in the lowest bits; rows are padded to whole ones
+            padded = torch.nn.functional.pad(weight.codes, (0, -weight.codes.shape[1] % 4))
+            yield f"{module}.weight_packed", padded.view(torch.int32)
+            yield f"{module}.weight_shape", torch.tensor(weight.shape)
+
+    def written_config(self, ignored: list[str]) -> dict[str, Any]:
+        is_float = self.code == "e4m3"
+        weights = {
+            "num_bits": self.bits,
+            "type": "float" if is_float else "int",
+            "symmetric": True,
+            "dynamic": False,
+            "strategy": "channel" if self.group_size is None else "group",
+            "group_size": self.group_size,
+        }
+        group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
+        return {
+            "quant_method": CompressedTensors.name,
+            "format": "float-quantized" if is_float else "pack-quantized",
+            "quantization_status": "compressed",
+            "config_groups": {"group_0": group},
+            "ignore": ignored,
+            "kv_cache_scheme": None,
+        }
+
+
+GROUP_QUANTIZATIONS = {
+    "int8": GroupQuantization("int8", "integer", INT8),
+    "int4": GroupQuantization("int4", "integer", INT4, is_grouped=True),
+    "fp8": GroupQuantization("fp8", "e4m3", FP8),
+}
+INT8_ROWS = GROUP_QUANTIZATIONS["int8"]
+
+
+class CompressedTensors(QuantizationFormat):
     """compressed-tensors; see the module's docstring."""
 
     name = "compressed-tensors"
+    weight_types = (INT4, INT8, FP8, MXFP4)
+    online = tuple(GROUP_QUANTIZATIONS.values())
     unused_suffixes = (".input_scale", ".input_zero_point", ".output_zero_point")
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
@@ -61,7 +160,7 @@ class CompressedTensors(Method):
         if not isinstance(groups, dict) or not all(isinstance(group, dict) for group in groups.values()):
             raise UnsupportedModelError(f"quantization_config: config_groups must be an object, got {shown(groups)}")
         self._schemes = {_scheme_of(group, self._format) for group in groups.values() if group.get("weights")}
-        self.of_integers = any(scheme.code == "integer" for scheme in self._schemes)
+        self.is_integer = any(scheme.code == "integer" for scheme in self._schemes)
 
     def find(self, tensors: Mapping[str, Stored], read: Read) -> Iterator[tuple[str, PackedTensor]]:
         for scale in tensors:
@@ -193,3 +292,50 @@ def _zeros(stored: Tensor, bits: int, rows: int) -> Tensor:
         return stored.reshape(len(stored), -1).view(torch.uint8) ^ 128 if bits == 8 else (stored + 8).view(torch.uint8)
     by_group = stored.T.contiguous().view(torch.uint8)
     return (by_group if bits == 8 else unpacked(by_group))[:, :rows].T.contiguous()
+
+
+def quantized_groups(
+    weight: Tensor, scheme: GroupQuantization, maxima: Callable[[Tensor], Tensor] | None = None
+) -> Groups:
+    """Quantize a weight [out_features, in_features], float32, bfloat16 or float16; scales have its dtype.
+
+    `maxima`: maps the largest magnitudes of rows of a shard of columns to those of whole rows; None: identity.
+    """
+    rows, columns = weight.shape
+    size = scheme.group_size or columns
+    scales = weight.new_empty(rows, columns // size)
+    kind = torch.float8_e4m3fn if scheme.code == "e4m3" else torch.uint8
+    codes = weight.new_empty(rows, columns * scheme.bits // 8, dtype=kind)
+    step = max(1, _VALUES_AT_ONCE // columns)
+    for begin in range(0, rows, step):
+        some = slice(begin, begin + step)
+        groups = weight[some].float().unflatten(1, (-1, size))
+        scales[some] = _scales(groups, scheme, weight.dtype, maxima)
+        found = groups / scales[some].float()[..., None]
+        if scheme.code == "e4m3":
+            codes[some] = found.clamp_(-_FLOAT8_MOST, _FLOAT8_MOST).flatten(1).to(kind)
+            continue
+        half = 2 ** (scheme.bits - 1)
+        integers = (found.round_().clamp_(-half, half - 1) + half).flatten(1).to(torch.uint8)
+        codes[some] = packed(integers) if scheme.bits == 4 else integers
+    return Groups(scheme.code, scheme.bits, codes, scales, None, size)
+
+
+def _scales(
+    groups: Tensor, scheme: GroupQuantization, dtype: torch.dtype, maxima: Callable[[Tensor], Tensor] | None
+) -> Tensor:
+    """Return scales > 0 of groups [rows, groups, columns] that make the squared error small."""
+    largest = groups.abs().amax(-1)
+    if maxima is not None:
+        largest = maxima(largest.flatten()).view_as(largest)
+    least = torch.finfo(dtype).tiny
+    if scheme.bits == 8:
+        return (largest / (_FLOAT8_MOST if scheme.code == "e4m3" else 127.0)).to(dtype).clamp_(min=least)
+    best, best_error = torch.empty_like(largest, dtype=dtype), torch.full_like(largest, torch.inf)
+    for code in _LARGEST_CODES:
+        scales = (largest / code).to(dtype).clamp_(min=least)
+        wide = scales.float()[..., None]
+        error = ((groups / wide).round_().clamp_(-8, 7) * wide - groups).square_().sum(-1)
+        best = torch.where(error < best_error, scales, best)
+        best_error = torch.minimum(best_error, error)
+    return best

@@ -1,21 +1,20 @@
-"""The base of quantization methods of Hugging Face's checkpoints.
+"""The interface of a quantization format: how weights are stored, read, rounded on load, and written.
 
-A method finds the tensors of each quantized weight, checks them, and unpacks them as `Groups`.
+A format of Hugging Face's checkpoints finds the tensors of each quantized weight, checks them, and unpacks them.
 """
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from __future__ import annotations
 
-import torch
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
+
 from torch import Tensor
 
-from graphdecode.errors import shown
-from graphdecode.linear.groups import Groups, packed, unpacked
+from graphdecode.errors import CheckpointError, UnsupportedModelError, shown
+from graphdecode.linear.quantization.quantized_weight import QuantizedWeight, WeightType
 from graphdecode.linear.weight_form import Shard, Stored
-from graphdecode.models.fields import UnsupportedModelError
-from graphdecode.models.weight_map import CheckpointError
 
 Read = Callable[[str, tuple[slice, ...]], Tensor]  # reads a slice of a tensor by name; (): all of it
 FLOATS = ("F32", "F16", "BF16")  # dtypes of scales
@@ -24,14 +23,14 @@ _VALUES_AT_ONCE = 1 << 22  # float32 values dequantized at a time
 
 @dataclass(frozen=True)
 class PackedTensor:
-    """A quantized weight."""
+    """A quantized weight in the files of a checkpoint."""
 
-    stored: Stored  # unpacked shape, and one of GROUP_TYPES
+    stored: Stored  # unpacked shape, and the name of a weight type
     tensors: Mapping[str, str]  # parameters of `unpack` -> names in the files
-    unpack: Callable[..., Groups]  # returns the weight; experts are concatenated by rows
+    unpack: Callable[..., QuantizedWeight]  # returns the weight; experts are concatenated by rows
     is_stack: bool = False  # it is [experts, in_features, out_features], each expert stored transposed
 
-    def groups(self, read: Read, expert: int | None = None) -> Groups | None:
+    def weight(self, read: Read, expert: int | None = None) -> QuantizedWeight | None:
         """Return a matrix, or one expert's of a stack; None if `expert` does not match."""
         if self.is_stack is (expert is None):
             return None
@@ -44,30 +43,68 @@ class PackedTensor:
             of_experts = self._unpacked(read, (rows,)).dequantized().unflatten(0, (-1, self.stored.shape[2]))
             out.copy_(of_experts.transpose(1, 2)[(slice(None), *columns)])
             return
-        groups = self._unpacked(read, ())
+        weight = self._unpacked(read, ())
         first, last, _ = rows.indices(self.stored.shape[0])
-        step = max(1, _VALUES_AT_ONCE // groups.shape[1])
+        step = max(1, _VALUES_AT_ONCE // weight.shape[1])
         for begin in range(first, last, step):
-            some = groups.rows(slice(begin, min(begin + step, last))).dequantized()
+            some = weight.rows(slice(begin, min(begin + step, last))).dequantized()
             out[begin - first : begin - first + step].copy_(some[:, columns[0]] if columns else some)
 
-    def _unpacked(self, read: Read, part: tuple[slice, ...]) -> Groups:
+    def _unpacked(self, read: Read, part: tuple[slice, ...]) -> QuantizedWeight:
         return self.unpack(**{parameter: read(name, part) for parameter, name in self.tensors.items()})
 
 
-class Method(ABC):
-    """A `quant_method`, from the fields of `quantization_config`."""
+class OnlineQuantization(ABC):
+    """How `quantize=NAME` rounds plain weights when a model is loaded, or copied."""
 
-    name: ClassVar[str]
-    unused_suffixes: ClassVar[tuple[str, ...]] = ()  # suffixes of unused tensors for quantized activations
-    of_integers: bool = False  # weights are integers
-
-    def __init__(self, settings: Mapping[str, Any]) -> None:  # noqa: B027 (a method may have no fields)
-        """Check the fields of `quantization_config`, and keep those that `find` needs."""
+    name: str  # value of `quantize`
+    file_format: ClassVar[str | None] = None  # "safetensors" or "gguf"; None: copies are not written
+    covers_embedding: ClassVar[bool] = False  # whether embedding and output layer are rounded, too
 
     @abstractmethod
+    def sized(self, group_size: int | None, columns: Iterable[int]) -> Self:
+        """Return the scheme with `quantize_group_size`, or the default, for weights with these numbers of columns.
+
+        Raises:
+            ArgumentError: it has no groups, or they do not divide the columns.
+        """
+
+    @abstractmethod
+    def type_of(self, name: str, columns: int, *, is_outer: bool) -> str:
+        """Return the weight type for a weight; `is_outer`: it is the embedding or the output layer.
+
+        Raises:
+            ArgumentError: the columns cannot be divided.
+        """
+
+    @abstractmethod
+    def quantized(self, weight: Tensor, weight_type: str) -> QuantizedWeight:
+        """Quantize a weight [out_features, in_features]."""
+
+    def written(self, name: str, weight: QuantizedWeight) -> Iterator[tuple[str, Tensor]]:
+        """Yield name and values of each tensor of a weight in a checkpoint folder."""
+        raise NotImplementedError(f"{self.name} is not written")
+
+    def written_config(self, ignored: list[str]) -> dict[str, Any]:
+        """Return the `quantization_config` of a checkpoint folder; `ignored`: modules with plain weights."""
+        raise NotImplementedError(f"{self.name} is not written")
+
+
+class QuantizationFormat:
+    """A format of quantized weights; an instance reads a checkpoint's, from its `quantization_config`."""
+
+    name: ClassVar[str]  # `quant_method` of config.json
+    weight_types: ClassVar[tuple[WeightType, ...]] = ()  # of its weights
+    online: ClassVar[tuple[OnlineQuantization, ...]] = ()  # values of `quantize` that round plain weights to it
+    is_integer: bool = False  # weights are integers: a CPU then computes in float16
+    unused_suffixes: ClassVar[tuple[str, ...]] = ()  # suffixes of unused tensors for quantized activations
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        """Check the fields of `quantization_config`, and keep those that `find` needs."""
+
     def find(self, tensors: Mapping[str, Stored], read: Read) -> Iterator[tuple[str, PackedTensor]]:
-        """Yield name and tensor of each quantized weight."""
+        """Yield name and tensor of each quantized weight in a checkpoint's files; `tensors`: all of them."""
+        raise UnsupportedModelError(f"{self.name} is not read from checkpoint folders")
 
 
 def one_of(settings: Mapping[str, Any], name: str, known: tuple[Any, ...], default: Any = None, *, of: str = "") -> Any:
@@ -86,6 +123,14 @@ def one_of(settings: Mapping[str, Any], name: str, known: tuple[Any, ...], defau
 def is_size(value: Any) -> bool:
     """Whether a value is an integer >= 1."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def checked_size(settings: Mapping[str, Any], name: str) -> int:
+    """Return a field that is an integer >= 1."""
+    value = settings.get(name)
+    if not is_size(value):
+        raise UnsupportedModelError(f"{name} must be an integer >= 1, got {shown(value)}")
+    return int(settings[name])
 
 
 def checked_block(block: Any, field: str) -> tuple[int, int]:
@@ -111,18 +156,3 @@ def require(tensors: Mapping[str, Stored], name: str, shape: tuple[int, ...], dt
         raise CheckpointError(
             f"{name} is {found.dtype} {list(found.shape)} and should be {' or '.join(dtypes)} {list(shape)}"
         )
-
-
-def sorted_by_group(groups: Groups, group_of: Tensor | None, name: str) -> Groups:
-    """Return a weight with its columns sorted by their groups, for GPTQ's `desc_act`.
-
-    `group_of`: the group of each column, integers [in_features]; None: already sorted.
-    """
-    expected = torch.arange(groups.shape[1]) // groups.group_size
-    if group_of is None or torch.equal(group_of.long(), expected):
-        return groups
-    order = torch.argsort(group_of, stable=True)
-    if not torch.equal(group_of[order].long(), expected):
-        raise CheckpointError(f"{name}: g_idx has groups that have not {groups.group_size} columns each")
-    codes = (unpacked(groups.codes) if groups.bits == 4 else groups.codes).index_select(1, order)
-    return replace(groups, codes=packed(codes) if groups.bits == 4 else codes, order=order.int())

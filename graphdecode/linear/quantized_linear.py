@@ -1,4 +1,4 @@
-"""Forms that keep weights quantized as stored: the base class, and the form of compiled CPU kernels."""
+"""Forms of quantized weights: the base class, and the form of compiled CPU kernels."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from graphdecode.kernels.linear.quantized_linear import QuantizedPanels, quantized_linear
-from graphdecode.linear.gguf_blocks import GGUF_BLOCKS, GgufBlocks
-from graphdecode.linear.groups import KEPT_GROUPS
 from graphdecode.linear.linear_choice import LinearChoice
 from graphdecode.linear.plain import Panels
-from graphdecode.linear.quantized_weight import QuantizedSource, QuantizedWeight, one_thread, read_parts
+from graphdecode.linear.quantization.compressed_tensors import INT8_ROWS, quantized_groups
+from graphdecode.linear.quantization.gguf import GgufBlocks
+from graphdecode.linear.quantization.quantized_weight import QuantizedSource, QuantizedWeight, one_thread, read_parts
+from graphdecode.linear.quantization.registry import has_kernels
 from graphdecode.linear.weight_form import (
     FormOptions,
     LinearNames,
@@ -27,13 +28,13 @@ from graphdecode.linear.weight_form import (
 
 
 @dataclass(frozen=True)
-class Kept(WeightForm):
+class QuantizedLinear(WeightForm):
     """A weight that stays quantized as stored."""
 
     quantize = "gguf"
     is_of_source = True
     is_strided = True
-    kinds: ClassVar[set[str]]  # values of `Stored.dtype` that are supported
+    device: ClassVar[str]  # the type of the devices whose kernels multiply it
     plain: ClassVar[type[WeightForm]]  # the form for all other weights
 
     @classmethod
@@ -45,15 +46,14 @@ class Kept(WeightForm):
 
     @classmethod
     def of(cls, weight: Tensor, bias: Tensor | None, options: FormOptions) -> WeightForm:
-        """Return an unquantized weight in the plain form."""
+        """Return a plain weight in the plain form."""
         return cls.plain.of(weight, bias, options)
 
     @classmethod
     def keeps(cls, source: TensorSource, names: LinearNames) -> bool:
-        """Whether all of a layer's tensors are quantized in supported kinds."""
-        return (
-            isinstance(source, QuantizedSource) and {source.tensors[name].dtype for name in names.weights} <= cls.kinds
-        )
+        """Whether kernels multiply all of a layer's tensors as they are stored."""
+        dtypes = {source.tensors[name].dtype for name in names.weights}
+        return isinstance(source, QuantizedSource) and all(has_kernels(dtype, cls.device) for dtype in dtypes)
 
     @classmethod
     def load(cls, source: TensorSource, names: LinearNames, options: FormOptions) -> WeightForm:
@@ -65,15 +65,35 @@ class Kept(WeightForm):
                 if parts is not None:
                     shape, bias = fused_shape(source, names.weights), read_bias(source, names, options)
                     form = cls.of_parts(shape, bias, parts, options)
-        return cls.plain.load(source, names, options) if form is None else form
+        return super().load(source, names, options) if form is None else form
+
+
+class Int8Linear(QuantizedLinear):
+    """A plain weight that is rounded to int8, with a scale per row, when it is loaded."""
+
+    path = quantize = INT8_ROWS.name
+    is_of_source = False
+
+    @classmethod
+    def of(cls, weight: Tensor, bias: Tensor | None, options: FormOptions) -> WeightForm:
+        """Return a plain weight in int8, or in the plain form if kernels do not support its columns."""
+        groups = quantized_groups(weight, INT8_ROWS, options.row_maxima)
+        with one_thread():
+            form = cls.of_parts(tuple(weight.shape), bias, [groups], options)
+        return super().of(weight, bias, options) if form is None else form
+
+    @classmethod
+    def keeps(cls, source: TensorSource, names: LinearNames) -> bool:
+        """Return False: quantized weights are dequantized, and rounded again."""
+        return False
 
 
 @dataclass(frozen=True)
-class KeptPanels(Kept):
+class PanelLinear(QuantizedLinear):
     """A quantized weight in panels; fused tensors of several types are parts, each with its own product."""
 
     path = "panels"
-    kinds: ClassVar[set[str]] = {*GGUF_BLOCKS, *KEPT_GROUPS}
+    device = "cpu"
     plain = Panels
     parts: tuple[QuantizedPanels, ...]
     sizes: tuple[int, ...]  # output features of the parts
@@ -90,12 +110,12 @@ class KeptPanels(Kept):
     def of_parts(
         cls, shape: tuple[int, ...], bias: Tensor | None, parts: list[QuantizedWeight], options: FormOptions
     ) -> Self | None:
-        made = [held for part in parts if (held := part.panels()) is not None]
-        if len(made) < len(parts):
+        panels = [each for part in parts if (each := part.panels()) is not None]
+        if len(panels) < len(parts):
             return None
         first, sizes = parts[0], tuple(part.shape[0] for part in parts)
         order = None if first.order is None else first.order.clone()
-        return cls(shape, bias, tuple(made), sizes, order, first.path, options.batch_invariant)
+        return cls(shape, bias, tuple(panels), sizes, order, first.path, options.batch_invariant)
 
     @property
     def row_table(self) -> RowTable | None:
@@ -112,5 +132,13 @@ class KeptPanels(Kept):
             x = torch.index_select(x, 1, self.order)
         biases = [None] * len(self.sizes) if self.bias is None else self.bias.split(self.sizes)
         columns = [out] if len(self.parts) == 1 else out.split(self.sizes, dim=1)
-        for part, bias, place in zip(self.parts, biases, columns, strict=True):
-            quantized_linear(place, x, part, bias, batch_invariant=self.batch_invariant)
+        for part, bias, of_part in zip(self.parts, biases, columns, strict=True):
+            quantized_linear(of_part, x, part, bias, batch_invariant=self.batch_invariant)
+
+
+@dataclass(frozen=True)
+class Int8PanelLinear(Int8Linear, PanelLinear):
+    """An int8 weight in panels."""
+
+    def choice(self, rows: int) -> LinearChoice:
+        return LinearChoice(self.path)

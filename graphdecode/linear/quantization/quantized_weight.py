@@ -10,12 +10,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import groupby
-from typing import ClassVar, Protocol, Self, runtime_checkable
+from typing import ClassVar, NamedTuple, Protocol, Self, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from graphdecode.kernels.linear.quantized_linear import QuantizedPanels, joined_panels
+from graphdecode.kernels.linear.quantized_linear import QuantizedPanels, dequantized_panels, joined_panels
 from graphdecode.kernels.linear.weight_tiles import WeightTiles, joined_tiles
 from graphdecode.linear.weight_form import LinearNames, Shard, TensorSource
 
@@ -31,6 +31,14 @@ def one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(count)
+
+
+class WeightType(NamedTuple):
+    """An encoding of weights, which `Stored.dtype` names."""
+
+    name: str
+    bits: float  # of a weight
+    devices: tuple[str, ...] = ("cpu", "cuda")  # those whose kernels multiply it; others dequantize it on load
 
 
 class QuantizedWeight(ABC):
@@ -66,6 +74,13 @@ class QuantizedWeight(ABC):
     def joined(cls, parts: Sequence[Self]) -> Self | None:
         """Join weights of one kind along their rows; None if they do not match."""
 
+    def dequantized(self) -> Tensor:
+        """Return the weight in float32 [out_features, in_features]."""
+        panels = self.panels()
+        if panels is None or self.order is not None:
+            raise NotImplementedError(f"{type(self).__name__} must say how it is dequantized")
+        return dequantized_panels(panels)[: self.shape[0]]
+
     def _split(self, count: int) -> Iterator[Self]:
         for begin in range(0, self.shape[0], count):
             yield self.rows(slice(begin, min(begin + count, self.shape[0])))
@@ -87,17 +102,17 @@ class QuantizedWeight(ABC):
         """Return the weight in groups that panels support, or None."""
         return self
 
-    @abstractmethod
     def for_tiles(self) -> Self | None:
         """Return the weight in groups that tiles support, or None."""
+        return None
 
     @abstractmethod
     def some_panels(self) -> QuantizedPanels:
         """Return some rows of `for_panels` in panels."""
 
-    @abstractmethod
     def some_tiles(self) -> WeightTiles:
         """Return some rows of `for_tiles` in tiles."""
+        raise NotImplementedError(f"{type(self).__name__} has no tiles")
 
 
 @runtime_checkable

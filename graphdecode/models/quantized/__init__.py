@@ -1,1 +1,0 @@
-"""Quantized checkpoints of Hugging Face: each method's format, read as `Groups`."""

@@ -1,0 +1,109 @@
+"""A quantization format is one file and one line: `ternary_format.py`, which no file of ours knows."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from compiled_kernels import compiled
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from graphdecode import LLM, BucketConfig, SamplingParams
+from graphdecode.convert import quantized_copy
+from graphdecode.errors import ArgumentError
+from graphdecode.extensions import LOADED, load_modules
+from graphdecode.kernels.linear.weight_tiles import dequantized
+from graphdecode.linear import FormOptions, Shard, Stored, load_linear
+from graphdecode.linear.linear_choice import LinearTuner
+from graphdecode.linear.quantization import FORMATS, QuantizedWeight, register_format
+from graphdecode.linear.quantization.registry import online_quantizations
+from graphdecode.linear.weight_form import LinearNames
+from graphdecode.models import resolve_model_path
+
+FILE = Path(__file__).with_name("ternary_format.py")
+OPTIONS = FormOptions(torch.device("cpu"), torch.float32, LinearTuner())
+CONFIG = BucketConfig(max_batch_size=2, max_sequence_length=64)
+
+
+@pytest.fixture(autouse=True)
+def registered() -> Iterator[None]:
+    load_modules([FILE])
+    yield
+    del FORMATS["ternary"], LOADED[FILE]
+
+
+def rounded(weight: Tensor) -> QuantizedWeight:
+    return online_quantizations()["ternary"].quantized(weight, "TERNARY")
+
+
+class Source:
+    def __init__(self, shard: Shard | None = None) -> None:
+        draw = torch.Generator().manual_seed(3)
+        self.weights = {name: rounded(torch.randn(40, 96, generator=draw)) for name in "qk"}
+        if shard is not None:
+            self.weights = {name: weight.part(shard) for name, weight in self.weights.items()}
+        self.tensors = {name: Stored(weight.shape, "TERNARY") for name, weight in self.weights.items()}
+
+    def read(self, name: str, out: Tensor, shard: Shard | None = None) -> None:
+        raise AssertionError("a quantized weight is dequantized")
+
+    def read_quantized(self, name: str, expert: int | None = None) -> QuantizedWeight:
+        return self.weights[name]
+
+
+@compiled
+@pytest.mark.parametrize("shard", [None, Shard(1, 2, 0), Shard(2, 3, 1)], ids=str)
+def test_weights_are_fused_cut_and_multiplied(shard: Shard | None) -> None:
+    source = Source(shard)
+    form = load_linear(source, LinearNames(("q", "k")), OPTIONS)
+    assert form.choice(1).path == "ternary"
+    assert form.nbytes < form.out_features * form.in_features  # two bits, and whole panels
+    weight = torch.cat([source.weights[name].dequantized() for name in "qk"])
+    x, out = torch.randn(3, form.in_features), torch.empty(3, form.out_features)
+    form.apply(out, x)
+    torch.testing.assert_close(out, x @ weight.T, rtol=1e-5, atol=1e-5)
+
+
+@compiled
+def test_a_gpu_has_the_same_values() -> None:
+    weight = Source().weights["q"]
+    tiles = weight.tiles()
+    assert tiles is not None
+    torch.testing.assert_close(dequantized(tiles)[:, :96], weight.dequantized())
+
+
+def tokens_of(model: str | Path, path: str, quantize: str | None = None) -> list[list[int]]:
+    params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+    with LLM(model, config=CONFIG, dtype="float32", quantize=quantize, load_modules=[FILE]) as llm:
+        assert path in {choice["path"] for choice in llm.model.linear_choices(1).values()}
+        return [list(output.outputs[0].token_ids) for output in llm.generate(["417+385=", "rev oceanic="], params)]
+
+
+@compiled
+def test_a_model_is_rounded_on_load_written_read_and_served(tmp_path: Path) -> None:
+    demo, plain = resolve_model_path("demo"), tmp_path / "plain"
+    shutil.copytree(demo, plain)
+    weights = {name: tensor.float() for name, tensor in load_file(demo / "model.safetensors").items()}
+    of_layers = {name for name, tensor in weights.items() if "layers" in name and tensor.ndim == 2}
+    save_file(
+        {name: rounded(tensor).dequantized() if name in of_layers else tensor for name, tensor in weights.items()},
+        plain / "model.safetensors",
+        {"format": "pt"},
+    )
+    expected = tokens_of(plain, "native")
+    assert tokens_of("demo", "ternary", quantize="ternary") == expected
+    copy = quantized_copy("demo", tmp_path / "copy", "ternary")
+    assert {f"{name}_codes" for name in of_layers} <= load_file(copy / "model.safetensors").keys()
+    assert tokens_of(copy, "ternary") == tokens_of(copy, "ternary", quantize="ternary") == expected
+    with pytest.raises(ArgumentError, match="'fp8' is for plain weights"):
+        tokens_of(copy, "groups", quantize="fp8")
+
+
+def test_a_name_that_is_taken_is_refused_unless_it_is_replaced() -> None:
+    with pytest.raises(ArgumentError, match="a quantization format ternary is registered already"):
+        register_format(FORMATS["ternary"])
+    register_format(FORMATS["ternary"], replace=True)
