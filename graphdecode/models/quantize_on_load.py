@@ -14,7 +14,7 @@ from graphdecode.errors import ArgumentError
 from graphdecode.linear.experts import StackLayout
 from graphdecode.linear.forms import quantized_form
 from graphdecode.linear.quantization.format import OnlineQuantization
-from graphdecode.linear.quantization.gguf import Gguf
+from graphdecode.linear.quantization.gguf import GgufFormat
 from graphdecode.linear.quantization.quantized_weight import QuantizedWeight
 from graphdecode.linear.quantization.registry import FORMATS, online_quantizations, weight_type
 from graphdecode.linear.weight_form import PLAIN_DTYPES, FormOptions, LinearNames, Shard, Stored, TensorSource
@@ -172,7 +172,7 @@ def unless_stored_so(quantize: str | None, source: TensorSource) -> str | None:
             f"quantize={quantize!r} is for weights that are stored so, and those of {name} are {stored or 'not'}; "
             f"plain ones are rounded while they are read by quantize={rounded}"
         )
-    return None if quantize == stored != Gguf.name else quantize
+    return None if quantize == stored != GgufFormat.name else quantize
 
 
 def quantizing_source(
@@ -195,7 +195,7 @@ def quantizing_source(
         return quantizing
     if group_size is not None:
         raise ArgumentError(f"quantize_group_size is for quantize='int4' and 'int8', and quantize is {quantize!r}")
-    if quantize and getattr(source, "quant_method", None) not in (None, Gguf.name):
+    if quantize and getattr(source, "quant_method", None) not in (None, GgufFormat.name):
         raise ArgumentError(f"quantize={quantize!r} is for plain weights, and these are quantized already")
     return None
 

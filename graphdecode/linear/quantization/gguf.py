@@ -434,7 +434,7 @@ def _weight_type(block: BlockType) -> WeightType:
     return WeightType(block.name, block.nbytes * 8 / block.values, there)
 
 
-class Gguf(QuantizationFormat):
+class GgufFormat(QuantizationFormat):
     """GGUF files, which `models/gguf` reads."""
 
     name = "gguf"

@@ -10,13 +10,13 @@ from graphdecode.linear.quantization.bitsandbytes import BitsAndBytes
 from graphdecode.linear.quantization.compressed_tensors import CompressedTensors
 from graphdecode.linear.quantization.format import OnlineQuantization, QuantizationFormat
 from graphdecode.linear.quantization.fp8 import FbgemmFp8, Fp8
-from graphdecode.linear.quantization.gguf import Gguf
+from graphdecode.linear.quantization.gguf import GgufFormat
 from graphdecode.linear.quantization.gptq import Gptq
 from graphdecode.linear.quantization.mxfp4 import Mxfp4
 from graphdecode.linear.quantization.quantized_weight import WeightType
 
 FORMATS: dict[str, type[QuantizationFormat]] = {
-    format.name: format for format in (CompressedTensors, Gptq, Awq, Fp8, FbgemmFp8, Mxfp4, BitsAndBytes, Gguf)
+    format.name: format for format in (CompressedTensors, Gptq, Awq, Fp8, FbgemmFp8, Mxfp4, BitsAndBytes, GgufFormat)
 }
 CONFIGURATIONS = ("quantization_config", "compression_config")  # fields of a config.json; the latter is older
 
@@ -45,7 +45,7 @@ def format_of(settings: Mapping[str, Any]) -> QuantizationFormat | None:
     if not described:
         return None
     name = described.get("quant_method") if isinstance(described, dict) else described
-    known = {format.name: format for format in _formats() if format is not Gguf}
+    known = {format.name: format for format in _formats() if format is not GgufFormat}
     found = known.get(name) if isinstance(name, str) else None
     if found is None or not isinstance(described, dict):
         raise UnsupportedModelError(

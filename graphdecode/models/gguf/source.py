@@ -8,8 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from graphdecode.linear.quantization.gguf import BLOCKS_ON_CPU, GgufBlocks
-from graphdecode.linear.quantization.gguf import Gguf as Format
+from graphdecode.linear.quantization.gguf import BLOCKS_ON_CPU, GgufBlocks, GgufFormat
 from graphdecode.linear.quantization.quantized_weight import QuantizedWeight
 from graphdecode.linear.weight_form import Shard, Stored
 from graphdecode.models.config import ModelConfig, UnsupportedModelError
@@ -24,7 +23,7 @@ from graphdecode.models.weight_map import CheckpointError
 class Gguf:
     """A `.gguf` file, by its path, the folder that holds no other, or as a repository of the hub."""
 
-    quant_method = Format.name
+    quant_method = GgufFormat.name
 
     def __init__(self, model: str | Path) -> None:
         self.path = resolve_model_path(model)
