@@ -297,7 +297,7 @@ def test_a_row_in_parts_is_rounded_to_int8_as_the_whole(checkpoint: Callable[[st
     def scales(shared: Collectives | None) -> torch.Tensor:
         found = load_model(path, device="cpu", dtype="float32", quantize="int8", shared=shared)
         down = found.layers[1].linears["down"]
-        return (down.form if isinstance(down, Summed) else down).scales
+        return (down.form if isinstance(down, Summed) else down).parts[0].scales
 
     whole = scales(None)
     assert all(torch.equal(part, whole) for part in on_all_ranks(2, scales))
