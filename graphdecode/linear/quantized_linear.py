@@ -76,11 +76,11 @@ class Int8Linear(QuantizedLinear):
 
     @classmethod
     def of(cls, weight: Tensor, bias: Tensor | None, options: FormOptions) -> WeightForm:
-        """Return a plain weight in int8, or in the plain form if kernels do not support its columns."""
+        """Return a plain weight in int8; rounded in the plain form if kernels do not support its columns."""
         groups = quantized_groups(weight, INT8_ROWS, options.row_maxima)
         with one_thread():
             form = cls.of_parts(tuple(weight.shape), bias, [groups], options)
-        return super().of(weight, bias, options) if form is None else form
+        return form or cls.plain.of(groups.dequantized().to(weight.dtype), bias, options)
 
     @classmethod
     def keeps(cls, source: TensorSource, names: LinearNames) -> bool:

@@ -159,9 +159,13 @@ def test_int8_answers_nearly_like_the_full_weight(with_bias):
 
 @compiled
 @cpu_only
-def test_a_weight_whose_columns_int8_does_not_support_stays_plain():
-    _, weight, _ = inputs(5, torch.float32, False)  # 80 columns
-    assert type(prepare(weight, quantize="int8")) is Panels
+def test_a_weight_whose_columns_int8_does_not_support_is_rounded_in_the_plain_form():
+    x, weight, _ = inputs(5, torch.float32, False)  # 80 columns
+    prepared = prepare(weight, quantize="int8")
+    assert type(prepared) is Panels
+    scales, out = weight.abs().amax(1, keepdim=True) / 127, torch.zeros(5, 96)
+    prepared.apply(out, x)
+    check(out, x, (weight / scales).round() * scales, None)
 
 
 @cpu_only
