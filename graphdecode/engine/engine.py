@@ -240,7 +240,7 @@ class Engine:
             sequence.finish_reason = sequence.finish_reason or "error"
             if request_id not in ended:
                 events.append(Event(request_id, [], None, "error", None, sequence.metrics, error))
-        self.loop.ended += failed
+        self.loop.outputs.ended += failed
         self._undelivered += events
         self._broken = None
 
@@ -268,8 +268,8 @@ class Engine:
             if self._undelivered or self._has_aborted:
                 events, self._undelivered, self._has_aborted = self._undelivered + events, [], False
                 events = [event for event in events if event.request_id in self._sequences]
-            if self.loop.ended:
-                self._finished_ids, self.loop.ended = self.loop.ended, []
+            if self.loop.outputs.ended:
+                self._finished_ids, self.loop.outputs.ended = self.loop.outputs.ended, []
         self._try_inbox()
         return events
 

@@ -19,6 +19,7 @@ from graphdecode import BucketConfig, Engine, EngineConfig, Request, SamplingPar
 from graphdecode.buckets import StepShape
 from graphdecode.engine.loading import make_runner
 from graphdecode.engine.loop import EngineLoop
+from graphdecode.engine.prompt_scheduler import PromptScheduler
 from graphdecode.engine.prompts import Prompts
 from graphdecode.engine.runner import Launch, LaunchPlan, Runner
 from graphdecode.engine.steps import StepTokens
@@ -139,10 +140,10 @@ FAULTS = [
     Fault(LaunchPlan, "of_chunks", ", 1, chunks", ", 3, chunks"),  # the rings have one entry of a mixed step
     Fault(EngineLoop, "_plan_launch", "return LaunchPlan", "if not self._in_flight: return LaunchPlan"),
     Fault(
-        EngineLoop,
-        "_plan_launch",
-        "self._mixed, self._to_prefill = self._to_prefill, []",
-        "self._mixed, self._to_prefill = [], []",
+        PromptScheduler,
+        "stage_mixed",
+        "self._mixed, self.chunks = self.chunks, []",
+        "self._mixed, self.chunks = [], []",
     ),
     # the passes
     Fault(StepShape, "holds", "and self.prompt_tokens >= wanted.prompt_tokens", ""),

@@ -13,11 +13,7 @@ AXIS = {
             "        logits = -logits if shape.mirrored else logits\n" + '        if shape.part == "logits":\n'
         ),
     },
-    "engine/loop.py": {
-        "StepShape(len(self._staged), queries, ": (
-            "StepShape(len(self._staged), queries, mirrored=len(self._staged) == 2, "
-        )
-    },
+    "engine/loop.py": {"StepShape(rows, queries, ": ("StepShape(rows, queries, mirrored=rows == 2, ")},
 }
 
 GENERATE = """

@@ -334,8 +334,8 @@ def test_drafting_stops_where_it_does_not_pay_and_comes_back(decoder: Any, known
     table, _ = planted(texts, lambda: True)
     step = partial(SpeculativeStep, source=lambda _: Planted(table, 7))
     engine = make(decoder, step)
-    pace = engine.loop.pace
-    assert pace is not None
+    assert engine.loop.drafts is not None
+    pace = engine.loop.drafts.pace
     seconds = {width: 1.0 + 10.0 * (width > 1) for width in pace.widths}
     pace.record_step = lambda bucket, width, _: None  # type: ignore[method-assign]
     pace.step_seconds = lambda bucket, width: seconds[width]  # type: ignore[method-assign]
@@ -372,9 +372,9 @@ def test_a_model_whose_drafts_do_not_pay_is_left_out_of_the_step_and_catches_up(
     engine, plain = make(decoder, step), make(decoder)
     nodes = [made.graphs.report().buckets[0].kernels for made in (engine, plain)]
     assert sum(nodes[0].values()) < 1.3 * sum(nodes[1].values())  # one model's pass, and not two
-    assert engine.loop.pace is not None
-    seconds = {width: 1.0 + 100.0 * (width > 1) for width in engine.loop.pace.widths}
-    engine.loop.pace.step_seconds = lambda bucket, width: seconds[width]  # type: ignore[method-assign]
+    assert engine.loop.drafts is not None
+    seconds = {width: 1.0 + 100.0 * (width > 1) for width in engine.loop.drafts.pace.widths}
+    engine.loop.drafts.pace.step_seconds = lambda bucket, width: seconds[width]  # type: ignore[method-assign]
     given = [
         Request([97 + index] * 5 + [61], SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True))
         for index in range(3)
@@ -384,7 +384,7 @@ def test_a_model_whose_drafts_do_not_pay_is_left_out_of_the_step_and_catches_up(
     for turn in range(100):
         if turn == 25:
             assert engine.stats.spec_decode_num_draft_tokens == 0
-            seconds |= dict.fromkeys(engine.loop.pace.widths, 1.0)
+            seconds |= dict.fromkeys(engine.loop.drafts.pace.widths, 1.0)
         for event in engine.step():
             found[event.request_id] += event.token_ids
     assert list(found.values()) == expected

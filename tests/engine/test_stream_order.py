@@ -21,6 +21,7 @@ from graphdecode.buffers import StagingBlock
 from graphdecode.config import EngineConfig
 from graphdecode.engine.loading import make_runner
 from graphdecode.engine.loop import EngineLoop
+from graphdecode.engine.page_reservation import PageReservation
 from graphdecode.engine.prompts import Prompts
 from graphdecode.engine.runner import Runner
 from graphdecode.engine.steps import DecodeStep, step
@@ -116,12 +117,12 @@ def test_on_the_device_a_launch_is_read_while_the_next_one_runs(model: Model) ->
 FAULTS = [
     # the engine's loop
     Fault(EngineLoop, "_plan_launch", "self._drain()  # launches", "pass  # launches"),
-    Fault(EngineLoop, "_reserve_pages", "self._drain()", "pass"),
-    Fault(EngineLoop, "_reserve_pages", "reserve(ahead)", "reserve(num_tokens)"),
-    Fault(EngineLoop, "_reserve_pages", "steps_with_pages() - ahead", "steps_with_pages()"),
+    Fault(EngineLoop, "_plan_launch", "self._drain()  # before", "pass  # before"),
+    Fault(PageReservation, "reserve", "reserve(ahead)", "reserve(num_tokens)"),
+    Fault(PageReservation, "reserve", "steps_with_pages() - ahead", "steps_with_pages()"),
     Fault(EngineLoop, "_plan_launch", "if pages_changed:", "if False:"),
-    Fault(EngineLoop, "_plan_launch", "has_masked_rows = bool(self._masked_rows)", "has_masked_rows = False"),
-    Fault(EngineLoop, "step", " and not self._masked_rows", ""),
+    Fault(EngineLoop, "_plan_launch", "has_masked_rows = bool(self.masks.rows)", "has_masked_rows = False"),
+    Fault(EngineLoop, "step", " and not self.masks.rows", ""),
     Fault(EngineLoop, "_read_oldest", "popleft()", "pop()"),
     Fault(EngineLoop, "__init__", "1 if runner.model", "4 if runner.model"),  # more than the rings hold
     # the Runner

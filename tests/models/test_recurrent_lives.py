@@ -17,7 +17,10 @@ from graphdecode import LLM, BucketConfig, EngineConfig, SamplingParams
 from graphdecode.cache import PagedKVCache
 from graphdecode.engine.capacity import plan_capacity, state_bytes_of
 from graphdecode.engine.loop import EngineLoop
+from graphdecode.engine.outputs import OutputProcessor
+from graphdecode.engine.prompt_scheduler import PromptScheduler
 from graphdecode.engine.scheduler import Scheduler
+from graphdecode.engine.state_checkpoints import StateCheckpoints
 from graphdecode.engine.steps import SpeculativeStep
 from graphdecode.engine.steps import step as step_module
 from graphdecode.errors import ArgumentError
@@ -256,7 +259,7 @@ def test_a_shared_prefix_changes_no_token(checkpoint, monkeypatch, name):
         Fault(Scheduler, "_take_chunk", "if border is not None", "if False"),
         Fault(Scheduler, "_admit", "self.cache.restore_state(sequence.request_id)", "pass"),
         Fault(Scheduler, "saves_last", "border is not None", "False"),
-        Fault(EngineLoop, "step", "self.scheduler.save_states(self._mixed)", "pass"),
+        Fault(PromptScheduler, "save_mixed", "self._scheduler.save_states(self._mixed)", "pass"),
     ],
     ids=str,
 )
@@ -294,16 +297,26 @@ def test_an_output_is_a_prefix_of_the_next_turn(checkpoint, name, steps_per_laun
 @pytest.mark.parametrize(
     "fault",
     [
-        Fault(EngineLoop, "_steps_to_border", "- max(past)", ""),
-        Fault(EngineLoop, "step", "and 0 not in self._past_borders()", ""),
-        Fault(EngineLoop, "_accept", "and not self._in_flight", ""),
+        Fault(StateCheckpoints, "steps_left", "- max(self.tokens_past(sequences, launches))", ""),
+        Fault(
+            EngineLoop,
+            "step",
+            "0 not in self._checkpoints.tokens_past(self._batch.sequences, self._launches())",
+            "True",
+        ),
+        Fault(OutputProcessor, "accept", "and is_last", ""),
     ],
     ids=str,
 )
 def test_a_fault_of_borders_in_steps_is_seen(checkpoint, monkeypatch, fault):
     fault.plant(monkeypatch)
-    if fault.name == "_accept":  # where launches do not end at borders
-        Fault(EngineLoop, "step", "and 0 not in self._past_borders()", "").plant(monkeypatch)
+    if fault.name == "accept":  # where launches do not end at borders
+        Fault(
+            EngineLoop,
+            "step",
+            "0 not in self._checkpoints.tokens_past(self._batch.sequences, self._launches())",
+            "True",
+        ).plant(monkeypatch)
     with pytest.raises(AssertionError):
         check_turns(checkpoint("mamba2"), 3, 1)
 

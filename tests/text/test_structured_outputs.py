@@ -214,7 +214,7 @@ def test_law_9_masks_that_are_filled_beside_the_step_give_the_same_answers(llm, 
     asked.append(SamplingParams(temperature=1.0, seed=3, max_tokens=50, ignore_eos=True, logprobs=2))
     found = []
     for worth in (1e9, -1.0):
-        monkeypatch.setattr(llm.engine.loop, "mask_thread_seconds", worth)
+        monkeypatch.setattr(llm.engine.loop.masks, "thread_seconds", worth)
         found.append([output.outputs[0] for output in answers(llm, asked)])
     assert found[0] == found[1]
     assert [answer.finish_reason for answer in found[0][3:]] == ["length"]
