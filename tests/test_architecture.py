@@ -264,6 +264,12 @@ def test_a_file_is_one_noun_of_readable_length() -> None:
     assert not {name: lines for name, lines in long.items() if lines > MAX_LINES}
 
 
+def test_the_engines_loop_keeps_at_most_14_attributes() -> None:
+    (loop,) = (node for node in tree_of(sources()["graphdecode.engine.loop"]).body if isinstance(node, ast.ClassDef))
+    stores = (node for node in ast.walk(loop) if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store))
+    assert 10 < len({node.attr for node in stores if is_own(node.value)}) <= 14
+
+
 def imported_modules(module: str) -> set[str]:
     """Return the modules that one imports anywhere in its text, but for the standard library's."""
     others = {

@@ -5,9 +5,6 @@ from __future__ import annotations
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from graphdecode.buckets import StepShape
 from graphdecode.cache import CacheFullError
@@ -18,30 +15,11 @@ from graphdecode.engine.outputs import OutputProcessor
 from graphdecode.engine.page_reservation import PageReservation
 from graphdecode.engine.prompt_scheduler import PromptScheduler
 from graphdecode.engine.request import Event
-from graphdecode.engine.runner import Launch, LaunchPlan, Runner
+from graphdecode.engine.runner import LaunchPlan, Runner
 from graphdecode.engine.scheduler import Scheduler, Sequence
+from graphdecode.engine.staged_batch import InFlight, StagedBatch
 from graphdecode.engine.state_checkpoints import StateCheckpoints
 from graphdecode.engine.steps import ENDED_BEFORE
-
-
-@dataclass
-class _Batch:
-    """The staged rows, and what all of them share."""
-
-    sequences: list[Sequence] = field(default_factory=list)
-    has_adapters: bool = False  # whether any row has an adapter
-    logprobs: int | None = None  # largest number of top tokens that a row asked for
-    steady_plan: LaunchPlan | None = None  # of a step that is like the one before
-
-
-class _InFlight(NamedTuple):
-    """A launch, and what it was launched with."""
-
-    launch: Launch
-    batch: _Batch
-    prefilled: int  # prompt tokens that were computed right before it
-    since: float  # when that began
-    draft_candidates: list[tuple[int, int]]  # before its first step, row by row: drafts, match length
 
 
 class EngineLoop:
@@ -71,8 +49,8 @@ class EngineLoop:
         self._checkpoints = None if interval is None or drafting is not None else StateCheckpoints(interval)
         self.lookahead = 1 if runner.model.device.type == "cuda" else 0
         self.spares_waiting = False
-        self._in_flight: deque[_InFlight] = deque()
-        self._batch = _Batch()
+        self._in_flight: deque[InFlight] = deque()
+        self._batch = StagedBatch()
         self._last_read = 0.0
 
     @property
@@ -107,14 +85,14 @@ class EngineLoop:
             if plan.chunks:
                 self.prompts.save_mixed()
             candidates = [] if self.drafts is None else self.drafts.candidates
-            self._in_flight.append(_InFlight(launch, self._batch, prefilled, since, candidates))
+            self._in_flight.append(InFlight(launch, self._batch, prefilled, since, candidates))
         elif prefilled:
             self.stats.step_tokens.append(prefilled)
         if self.prompts.chunks:
             self.prompts.compute()
         may_look_ahead = goes_on and not self.masks.rows
         if may_look_ahead and self._checkpoints is not None:
-            may_look_ahead = 0 not in self._checkpoints.tokens_past(self._batch.sequences, self._launches())
+            may_look_ahead = 0 not in self._checkpoints.tokens_past(self._batch.sequences, self._in_flight)
         while len(self._in_flight) > (self.lookahead if may_look_ahead and self.scheduler.decoding else 0):
             self._read_oldest()
         return self.outputs.take_events()
@@ -125,7 +103,7 @@ class EngineLoop:
         Returns the pending events.
         """
         self._in_flight.clear()
-        self._batch = _Batch()
+        self._batch = StagedBatch()
         self.prompts.reset()
         self.scheduler.reset(keeps_waiting=keeps_waiting)
         return self.outputs.take_events()
@@ -137,9 +115,6 @@ class EngineLoop:
             return True
         ahead = sum(each.launch.num_steps for each in self._in_flight)
         return any(len(sequence.token_ids) + ahead < sequence.max_length for sequence in rows)
-
-    def _launches(self) -> Iterator[Launch]:
-        return (each.launch for each in self._in_flight)
 
     def _plan_launch(self) -> LaunchPlan | None:
         """Stage what has changed, and return what to launch; None if no row is left."""
@@ -153,7 +128,7 @@ class EngineLoop:
         num_tokens = num_steps if self.drafts is None else num_steps * self.drafts.pace.widths[-1]
         room = num_tokens
         try:
-            pages_changed = self._pages.reserve(num_tokens, self._launches(), is_steady=is_steady)
+            pages_changed = self._pages.reserve(num_tokens, self._in_flight, is_steady=is_steady)
         except CacheFullError:
             self.prompts.compute()  # before its sequences may be preempted
             self._drain()  # before pages that launches in flight write are freed
@@ -189,11 +164,11 @@ class EngineLoop:
         """Return for how many steps no row gets past its next checkpoint."""
         if self._checkpoints is None:
             return sys.maxsize
-        return self._checkpoints.steps_left(self._batch.sequences, self._launches())
+        return self._checkpoints.steps_left(self._batch.sequences, self._in_flight)
 
     def _stage(self, sequences: list[Sequence]) -> bool:
         """Stage other rows; return False if none is left."""
-        self._batch, self.masks.rows = _Batch(), {}
+        self._batch, self.masks.rows = StagedBatch(), {}
         if self.drafts is not None:
             self.drafts.candidates = []
         if not sequences:
@@ -210,7 +185,7 @@ class EngineLoop:
                 raise
             return self._stage(list(self.scheduler.decoding))
         logprobs = max((s.params.logprobs for s in sequences if s.params.logprobs is not None), default=None)
-        self._batch = _Batch(sequences, any(each.adapter is not None for each in sequences), logprobs)
+        self._batch = StagedBatch(sequences, any(each.adapter is not None for each in sequences), logprobs)
         self.masks.stage(sequences)
         return True
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from graphdecode.engine.runner import Launch
 from graphdecode.engine.scheduler import Scheduler
+from graphdecode.engine.staged_batch import InFlight
 
 
 class PageReservation:
@@ -15,8 +15,8 @@ class PageReservation:
         self._scheduler = scheduler
         self._num_tokens = 0  # of each row, that have pages beyond those launched
 
-    def reserve(self, num_tokens: int, launches: Iterable[Launch], *, is_steady: bool) -> bool:
-        """Reserve pages for the next tokens behind some launches; return whether pages changed.
+    def reserve(self, num_tokens: int, in_flight: Iterable[InFlight], *, is_steady: bool) -> bool:
+        """Reserve pages for the next tokens behind those in flight; return whether pages changed.
 
         Raises:
             CacheFullError: there are too few pages; some rows may have new ones.
@@ -25,7 +25,7 @@ class PageReservation:
             self._num_tokens -= num_tokens
             return False
         self._num_tokens = 0
-        ahead = num_tokens + sum(len(launch.steps) for launch in launches)
+        ahead = num_tokens + sum(len(each.launch.steps) for each in in_flight)
         changed = self._scheduler.reserve(ahead)
         self._num_tokens = self._scheduler.steps_with_pages() - ahead
         return changed

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from graphdecode.engine.runner import Launch
 from graphdecode.engine.scheduler import Sequence
+from graphdecode.engine.staged_batch import InFlight
 
 
 class StateCheckpoints:
@@ -14,11 +14,11 @@ class StateCheckpoints:
     def __init__(self, interval: int) -> None:
         self._interval = interval
 
-    def tokens_past(self, sequences: list[Sequence], launches: Iterable[Launch]) -> list[int]:
+    def tokens_past(self, sequences: list[Sequence], in_flight: Iterable[InFlight]) -> list[int]:
         """Return how many tokens each row is past a checkpoint, behind all launches."""
-        ahead = sum(launch.num_steps for launch in launches)
+        ahead = sum(each.launch.num_steps for each in in_flight)
         return [(sequence.cached_length + ahead) % self._interval for sequence in sequences]
 
-    def steps_left(self, sequences: list[Sequence], launches: Iterable[Launch]) -> int:
+    def steps_left(self, sequences: list[Sequence], in_flight: Iterable[InFlight]) -> int:
         """Return for how many steps no row gets past its next checkpoint."""
-        return self._interval - max(self.tokens_past(sequences, launches))
+        return self._interval - max(self.tokens_past(sequences, in_flight))

@@ -297,7 +297,7 @@ def test_an_output_is_a_prefix_of_the_next_turn(checkpoint, name, steps_per_laun
 @pytest.mark.parametrize(
     "fault",
     [
-        Fault(StateCheckpoints, "steps_left", "- max(self.tokens_past(sequences, launches))", ""),
+        Fault(StateCheckpoints, "steps_left", "- max(self.tokens_past(sequences, in_flight))", ""),
         Fault(
             EngineLoop,
             "step",
