@@ -15,7 +15,7 @@ from lazy_stream import DEVICE, DeviceTensors, Event, Graph, LazyStreams, as_ope
 from graphdecode.buckets import StepShape
 from graphdecode.buffers import Batch
 from graphdecode.config import EngineConfig
-from graphdecode.engine.loading import make_runner
+from graphdecode.engine.assembly import make_runner
 from graphdecode.engine.runner import Runner
 from graphdecode.engine.steps import DecodeStep, StepSetting
 from graphdecode.graphs import cuda_loop

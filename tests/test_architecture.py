@@ -49,7 +49,6 @@ ENGINES_OWN = {"_runner", "_loop", "_scheduler", "_engine", "_caches"}
 MAX_LINES = 700
 MAX_IMPORTS = 18
 BUSY = {  # modules that import more; the list only gets shorter
-    "graphdecode.engine.loading",
     "graphdecode.models.load",
 }
 MAX_KERNEL_PARAMETERS, MAX_KERNEL_LINES = 16, 100

@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from graphdecode.buckets import BucketLadder
 from graphdecode.config import BucketConfig
-from graphdecode.engine.loading import make_runner
+from graphdecode.engine.assembly import make_runner
 from graphdecode.engine.runner import Runner
 from graphdecode.errors import ArgumentError
 from graphdecode.models import Model, load_model, resolve_device

@@ -16,7 +16,7 @@ from graphdecode import LLM, SamplingParams
 from graphdecode.config import EngineConfig
 from graphdecode.engine import loading
 from graphdecode.engine.capacity import plan_capacity
-from graphdecode.engine.loading import describe_shard
+from graphdecode.engine.shard import describe_shard
 from graphdecode.errors import EngineStateError, NotSupportedError
 from graphdecode.memory import GRANULE, ReservedMemory, check_can_release, collector_spared, reserved
 

@@ -8,7 +8,7 @@ import torch
 from graphdecode import BucketConfig, Engine, Request, SamplingParams
 from graphdecode.buckets import StepShape
 from graphdecode.buffers import Batch, Slot, StepBuffers
-from graphdecode.engine.loading import make_runner
+from graphdecode.engine.assembly import make_runner
 from graphdecode.engine.steps import RowInputs, Step, StepSetting, StepTokens
 from graphdecode.models import Chunks, load_model
 

@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 
 from graphdecode import LLM, BucketConfig, EngineConfig, SamplingParams
 from graphdecode.cache import PagedKVCache
+from graphdecode.engine.assembly import make_runner
 from graphdecode.engine.capacity import plan_capacity
-from graphdecode.engine.loading import make_runner
 from graphdecode.kernels.cache.kv_format import KV_FORMATS, decoded, encoded, format_named
 from graphdecode.kernels.native import library as native
 from graphdecode.linear.weight_form import Stored

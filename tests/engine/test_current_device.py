@@ -15,8 +15,8 @@ from torch import Tensor
 from graphdecode import BucketConfig, EngineConfig, GraphManager, Slot, StepBuffers
 from graphdecode.buckets import StepShape
 from graphdecode.buffers import Batch
+from graphdecode.engine.assembly import make_runner
 from graphdecode.engine.capacity import plan_capacity
-from graphdecode.engine.loading import make_runner
 from graphdecode.engine.prompts import PromptChunk
 from graphdecode.engine.runner import LaunchPlan, Runner
 from graphdecode.engine.steps import RowInputs, RowSampling, SequenceMemory

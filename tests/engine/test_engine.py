@@ -14,8 +14,8 @@ from graphdecode import LLM, ArgumentError, BucketConfig, Engine, Request, Sampl
 from graphdecode.cache import PagedKVCache
 from graphdecode.engine import RequestError
 from graphdecode.engine.adapters import EngineAdapters
+from graphdecode.engine.assembly import make_runner
 from graphdecode.engine.chunk_budget import ChunkBudget
-from graphdecode.engine.loading import make_runner
 from graphdecode.engine.metrics import RequestMetrics
 from graphdecode.engine.prompts import PromptChunk
 from graphdecode.engine.runner import Launch, LaunchPlan

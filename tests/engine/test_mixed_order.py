@@ -17,7 +17,7 @@ from planted import Fault
 
 from graphdecode import BucketConfig, Engine, EngineConfig, Request, SamplingParams
 from graphdecode.buckets import StepShape
-from graphdecode.engine.loading import make_runner
+from graphdecode.engine.assembly import make_runner
 from graphdecode.engine.loop import EngineLoop
 from graphdecode.engine.prompt_scheduler import PromptScheduler
 from graphdecode.engine.prompts import Prompts

@@ -14,7 +14,7 @@ from lazy_device import installed, lazy_runner
 from graphdecode import LLM, BucketConfig, Engine, EngineConfig, Request, SamplingParams, Slot, StepBuffers
 from graphdecode.buckets import BucketLadder, ShapeLadder, StepShape
 from graphdecode.buffers import Batch
-from graphdecode.engine.loading import make_runner
+from graphdecode.engine.assembly import make_runner
 from graphdecode.engine.prompts import PromptChunk
 from graphdecode.engine.runner import Launch, LaunchPlan
 from graphdecode.engine.steps import SequenceMemory

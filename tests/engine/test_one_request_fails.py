@@ -10,8 +10,8 @@ import pytest
 from graphdecode import BucketConfig, Engine, Request, SamplingParams
 from graphdecode.engine import RequestError
 from graphdecode.engine.adapters import LoadedAdapter
+from graphdecode.engine.assembly import make_runner
 from graphdecode.engine.constraint import Constraint, Guide
-from graphdecode.engine.loading import make_runner
 from graphdecode.engine.request import Event
 from graphdecode.engine.runner import LaunchPlan
 from graphdecode.engine.steps import RowInputs

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphdecode import LLM, BucketConfig, Engine, Request, SamplingParams
-from graphdecode.engine.loading import make_runner
+from graphdecode.engine.assembly import make_runner
 from graphdecode.engine.prompts import PromptChunk
 from graphdecode.engine.runner import LaunchPlan, Runner
 from graphdecode.engine.steps import SequenceMemory

@@ -13,8 +13,8 @@ from compiled_kernels import compiled_or_gpu
 from graphdecode import LLM, Engine, EngineConfig, Request, SamplingParams
 from graphdecode.buffers import Batch
 from graphdecode.config import ConfigError
+from graphdecode.engine.assembly import make_runner, step_of
 from graphdecode.engine.draft_pace import DraftPace
-from graphdecode.engine.loading import make_runner, step_of
 from graphdecode.engine.steps import SpeculativeStep, StepDrafts, StepSetting
 from graphdecode.engine.steps.speculative import DraftSource, ModelDrafts
 from graphdecode.errors import ArgumentError

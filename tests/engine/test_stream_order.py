@@ -19,7 +19,7 @@ from planted import Fault
 from graphdecode import BucketConfig, Engine, Request, SamplingParams
 from graphdecode.buffers import StagingBlock
 from graphdecode.config import EngineConfig
-from graphdecode.engine.loading import make_runner
+from graphdecode.engine.assembly import make_runner
 from graphdecode.engine.loop import EngineLoop
 from graphdecode.engine.page_reservation import PageReservation
 from graphdecode.engine.prompts import Prompts

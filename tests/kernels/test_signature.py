@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphdecode import BucketConfig
 from graphdecode.buckets import StepShape
-from graphdecode.engine.loading import make_runner
+from graphdecode.engine.assembly import make_runner
 from graphdecode.engine.runner import LaunchPlan
 from graphdecode.engine.steps import RowInputs, RowSampling, SequenceMemory
 from graphdecode.kernels.linear.add_adapters import AdapterTokens, add_adapters

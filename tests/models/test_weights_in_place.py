@@ -24,7 +24,8 @@ from adopted_models import ADOPTED, TINY, save_random
 from graphdecode import LLM, BucketConfig, EngineConfig, LoRARequest, Request, SamplingParams
 from graphdecode.distributed import Leader
 from graphdecode.engine import Engine
-from graphdecode.engine.loading import load_engine, make_runner, start_ranks_of
+from graphdecode.engine.assembly import make_runner
+from graphdecode.engine.loading import load_engine, start_ranks_of
 from graphdecode.errors import ArgumentError, EngineStateError, NotSupportedError
 from graphdecode.memory import release_memory
 from graphdecode.models import load_model

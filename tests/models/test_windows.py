@@ -16,8 +16,8 @@ from typer.testing import CliRunner
 
 from graphdecode import LLM, BucketConfig, Engine, EngineConfig, Request, SamplingParams
 from graphdecode.cli import app
+from graphdecode.engine.assembly import make_runner
 from graphdecode.engine.capacity import plan_capacity
-from graphdecode.engine.loading import make_runner
 from graphdecode.engine.steps import step as step_module
 from graphdecode.models import load_model
 from graphdecode.models.family import config_of

@@ -19,7 +19,8 @@ from graphdecode import BucketConfig, EngineConfig
 from graphdecode.buckets import StepShape
 from graphdecode.buffers import Batch
 from graphdecode.cli import app
-from graphdecode.engine.loading import load_runner, make_runner
+from graphdecode.engine.assembly import make_runner
+from graphdecode.engine.loading import load_runner
 from graphdecode.engine.steps import DecodeStep
 from graphdecode.models import Chunks, load_model
 from graphdecode.profiling import report

@@ -29,7 +29,7 @@ from torch import Tensor
 from float64_model import Float64Model
 from graphdecode import BucketConfig
 from graphdecode.buffers import Batch
-from graphdecode.engine.loading import make_runner
+from graphdecode.engine.assembly import make_runner
 from graphdecode.engine.steps import StepSetting
 from graphdecode.engine.steps.decode import decode_attention_of
 from graphdecode.kernels.native import library as native

@@ -11,7 +11,7 @@ import torch
 import typer
 
 from graphdecode import LLM, BucketConfig
-from graphdecode.engine.loading import make_runner
+from graphdecode.engine.assembly import make_runner
 from graphdecode.engine.runner import Runner
 from graphdecode.models import load_model, resolve_device
 from graphdecode.profiling.latency import STEPS_PER_STAGING, LatencyProfiler, fill_pages, rows_at

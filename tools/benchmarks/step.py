@@ -29,7 +29,7 @@ from gpu_checks.models import decoder_with
 from graphdecode.attention import QKNormRope
 from graphdecode.buckets import StepShape
 from graphdecode.config import BucketConfig
-from graphdecode.engine.loading import make_runner
+from graphdecode.engine.assembly import make_runner
 from graphdecode.engine.runner import LaunchPlan, Runner
 from graphdecode.engine.steps import RowInputs
 from graphdecode.errors import ArgumentError
