@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from graphdecode.engine import Request, RequestMetrics, SamplingParams
 from graphdecode.engine.constraint import ConstraintError
 from graphdecode.engine.engine import as_int64, derived_seed
-from graphdecode.engine.request import RequestError, RequestRules
+from graphdecode.engine.request import ContextLengthError, RequestError, RequestRules
 from graphdecode.errors import ArgumentError, shown
 from graphdecode.text.grammar import Grammars
 from graphdecode.text.light_tokenizer import is_tokenizer_error
@@ -94,10 +94,10 @@ class InputProcessor:
         adapter: str | None = None,
         cache_salt: str | None = None,
     ) -> ParentRequest:
-        """Tokenize a prompt to the requests of its outputs; unusable parameters refuse it, with `output.error` set.
+        """Tokenize a prompt to the requests of its outputs; one that is too long is refused, with `output.error` set.
 
         A grammar is compiled here, so that no step waits for it. Raises `ArgumentError` if there is no tokenizer for a
-        text, or it fails.
+        text, or it fails; `RequestError` if the prompt or the parameters can never be right.
 
         Args:
             token_ids: the prompt's; None: from `encode`.
@@ -118,7 +118,9 @@ class InputProcessor:
                     raise ArgumentError("structured_outputs: there is no tokenizer (skip_tokenizer_init)")
                 grammar = self.grammars.grammar(structured)
                 self.grammars.constraint(grammar)
-        except (ArgumentError, ConstraintError) as error:
+        except ConstraintError as error:
+            raise RequestError(str(error)) from error
+        except ContextLengthError as error:
             shared = TokenizedParams(params, params, [])
             parent = self.parent_request(self._truncated(prompt, token_ids, shared), None)
             parent.refuse(str(error))

@@ -198,11 +198,12 @@ class LLM:
             lora_request: one adapter for all prompts, or one (or None) for each; a new one is loaded.
 
         Returns:
-            One output for each prompt, in order. A prompt that can never be served (too long, empty, a token id
-            outside the vocabulary) has `error` set and the `finish_reason` "refused"; the others are served.
+            One output for each prompt, in order. The output of a prompt that is too long has `error` set and the
+            `finish_reason` "refused", and a warning says so; the others are served.
 
         Raises:
-            ValueError: not a prompt, or the numbers of prompts and parameters differ; an adapter cannot be used.
+            ValueError: not a prompt, an empty one, or a token id outside the vocabulary; parameters that cannot be
+                served, or as many as there are no prompts; an adapter cannot be used. Then no prompt was served.
         """
         items = as_prompts(prompts)
         params = as_params(sampling_params, len(items))
@@ -272,6 +273,9 @@ class LLM:
             self.router.abort(states)
             raise
         self._check_open()
+        if refused := [parent.output for parent in parents if not parent.children]:
+            which = f"{len(refused)} of {len(parents)} prompts refused, with that finish_reason"
+            warnings.warn(f"{which}: {refused[0].error}", RuntimeWarning, stacklevel=4)
         return [parent.output for parent in parents]
 
     @staticmethod

@@ -10,7 +10,7 @@ from types import FrameType, TracebackType
 from typing import Protocol
 
 from graphdecode.engine import Engine, Event, Request
-from graphdecode.engine.request import RequestError
+from graphdecode.engine.request import ContextLengthError
 from graphdecode.errors import ClosedError
 from graphdecode.text.input_processor import ParentRequest
 from graphdecode.text.outputs import RequestState
@@ -83,9 +83,9 @@ class Router:
         self.closed = False
 
     def submit(self, parents: Iterable[ParentRequest]) -> None:
-        """Submit the requests of prompts; one that can never be served is refused, and the others are not.
+        """Submit the requests of prompts; one that is too long is refused, and the others are not.
 
-        Raises `ClosedError` if this was closed.
+        Raises `ClosedError` if this was closed, `RequestError` if a request can never be right; then none is submitted.
         """
         with self._lock:
             if self.closed:
@@ -98,7 +98,7 @@ class Router:
                             state.request_id = self.engine.add(request)
                             ids.append(state.request_id)
                             self._states[state.request_id] = state
-                    except RequestError as error:  # from its first request: the others are not needed
+                    except ContextLengthError as error:  # from its first request: the others are not needed
                         parent.refuse(str(error))
             except BaseException:
                 for request_id in ids:

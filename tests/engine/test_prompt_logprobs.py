@@ -109,7 +109,8 @@ def test_without_tokens_to_generate_a_prompt_may_fill_the_capacity(llm: LLM) -> 
     assert one.prompt_logprobs == [None]
     assert dict(llm.stats.batch_sizes) == before, "no step was run"
     assert llm.cache.pool.used == 0
-    (refused,) = llm.generate([random_prompt(257, seed=5)], SCORES_ALONE, use_tqdm=False)
+    with pytest.warns(RuntimeWarning, match="1 of 1 prompts"):
+        (refused,) = llm.generate([random_prompt(257, seed=5)], SCORES_ALONE, use_tqdm=False)
     assert "with none to generate, at most 256 fit" in refused.error
 
 

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import re
 import shutil
 from collections import deque
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ import pytest
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from graphdecode import LLM, ArgumentError, AsyncLLM, EngineStats, SamplingParams
+from graphdecode import LLM, ArgumentError, AsyncLLM, EngineStats, SamplingParams, StructuredOutputsParams
 from graphdecode.models import resolve_model_path
 from graphdecode.text.arguments import as_prompt, as_prompts
 from graphdecode.text.detokenizer import Detokenizer
@@ -90,20 +91,44 @@ def test_text_that_cannot_be_encoded_is_refused(llm):
         llm.generate(["fine", "half a pair: \ud83d"], GREEDY)
 
 
-def test_an_empty_prompt_and_foreign_ids_are_named(llm):
-    (refused,) = llm.generate([[]], GREEDY)
-    assert "empty" in refused.error
-    with pytest.raises(ValueError, match=r"0\.\.\d+, got \[99999\]"):
-        llm.stream([5, 99999], GREEDY)
-
-
 @pytest.mark.parametrize("wrong", [[5, 99999], [1, -1], [2**70]], ids=str)
-def test_an_id_outside_the_vocabulary_refuses_its_own_prompt_and_no_other(wrong, llm):
-    refused, answered = llm.generate([wrong, "12+30="], GREEDY)
+def test_an_id_outside_the_vocabulary_raises_before_any_prompt_runs(wrong, llm):
     foreign = [token for token in wrong if not 0 <= token < llm.engine.vocab_size]
-    assert refused.error == f"token ids must be in 0..{llm.engine.vocab_size - 1}, got {foreign}"
+    named = re.escape(f"token ids must be in 0..{llm.engine.vocab_size - 1}, got {foreign}")
+    with pytest.raises(ArgumentError, match=named):
+        llm.generate(["12+30=", wrong], GREEDY)
+    with pytest.raises(ValueError, match=named):
+        llm.stream(wrong, GREEDY)
+    assert llm.num_waiting == 0
+    assert not llm.engine.has_work
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "named"),
+    [
+        ([], {}, "empty"),
+        ("1+1=", {"logprobs": 100}, "max_logprobs=20.* got 100"),
+        ("1+1=", {"prompt_logprobs": 100}, "prompt_logprobs.*max_logprobs=20.* got 100"),
+        ("1+1=", {"logit_bias": {10**6: 1.0}}, r"logit_bias names \[1000000\]"),
+        ("1+1=", {"stop_token_ids": [10**6]}, r"stop_token_ids names \[1000000\]"),
+        ("1+1=", {"structured_outputs": StructuredOutputsParams(regex="(")}, "regex|unclosed"),
+    ],
+    ids=str,
+)
+def test_what_can_never_be_right_raises_before_any_prompt_runs(prompt, params, named, llm):
+    with pytest.raises(ArgumentError, match=named):
+        llm.generate(["2+2=", prompt], SamplingParams(temperature=0.0, **params))
+    assert not llm.engine.has_work
+
+
+def test_a_prompt_that_is_too_long_is_an_output_with_an_error_and_one_warning(llm):
+    most = llm.engine.runner.capacity.token_limit
+    with pytest.warns(RuntimeWarning, match=f"2 of 3 prompts refused.*{most}") as warned:
+        refused, answered, _ = llm.generate([[65] * most, "12+30=", [65] * (most + 1)], GREEDY)
+    assert len(warned) == 1
+    assert f"the prompt has {most} tokens" in refused.error
     assert refused.outputs[0].finish_reason == "refused"
-    assert refused.prompt_token_ids == wrong
+    assert refused.prompt_token_ids == [65] * most
     assert answered.outputs[0].text == "42"
 
 
