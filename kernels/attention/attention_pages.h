@@ -49,7 +49,7 @@ INLINE float kept_sink(float sink, struct logits of) { return are_changed(of) ? 
 
 /* Values that are the last channels of latent keys are read as whole keys: how many channels come before them, and where
  * the values of the first entry begin. */
-#define SKIPPED(a) ((a)->k_cache.size[3] - (a)->v_cache.size[3])
+#define SKIPPED(a) ((a)->q.size[2] - (a)->v_cache.size[3])
 #define VALUES(a) ((const char *)(a)->v_cache.data - SKIPPED(a) * ((a)->k_cache.code ? 1 : (int64_t)sizeof(element)))
 
 /* Where the entries of a row's tokens stand. */

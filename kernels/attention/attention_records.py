@@ -176,16 +176,27 @@ def rope_dim_of(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> int:
 
 
 def can_compile(q: Tensor, k_cache: Tensor, v_cache: Tensor, *others: Tensor) -> bool:
-    """Return whether C attends with such queries over such a cache; all but latent values must be contiguous."""
-    is_known = k_cache.dtype == v_cache.dtype and k_cache.dtype in (q.dtype, *CODES) and k_cache.shape[3] % LANES == 0
+    """Return whether C attends with such queries over such a cache.
+
+    All must be contiguous, but for latent values, and for keys in parts, whose tokens must be at equal distances.
+    """
+    is_known = k_cache.dtype == v_cache.dtype and k_cache.dtype in (q.dtype, *CODES) and q.shape[-1] % LANES == 0
     if is_in_parts(q, k_cache):
-        return False
-    if k_cache.shape == v_cache.shape:
+        is_known = is_known and k_cache.shape[2] == 1 and all(map(_has_even_tokens, (k_cache, v_cache)))
+    else:
+        others = (k_cache, *others)
+    if k_cache.shape == v_cache.shape and not is_in_parts(q, k_cache):
         others = (v_cache, *others)
     else:
         rope_dim = rope_dim_of(q, k_cache, v_cache)
         is_known = is_known and rope_dim > 0 and rope_dim % (2 * LANES) == 0
-    return is_known and all(tensor.is_contiguous() for tensor in (q, k_cache, *others))
+    return is_known and all(tensor.is_contiguous() for tensor in (q, *others))
+
+
+def _has_even_tokens(cache: Tensor) -> bool:
+    """Return whether the next page's first token is as far from a page's last one as its other tokens are apart."""
+    page, token, _, channel = cache.stride()
+    return channel == 1 and (page == token * cache.shape[1] or cache.shape[0] == 1)
 
 
 def launch_options(tile: dict[str, int]) -> dict[str, int]:

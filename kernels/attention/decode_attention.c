@@ -27,6 +27,9 @@ static void in_order(float *sums) {
 #define LOADED (OF_LOAD * OF_VECTOR) /* their features */
 #define VALUES_OF_LOAD (OF_LOAD > OF_WORD ? OF_LOAD : OF_WORD) /* vectors of values */
 
+/* Whether keys are in two parts: `k_cache` has the channels before those of the values. */
+#define IS_IN_PARTS(a) ((a)->k_cache.size[3] < (a)->q.size[2])
+
 /* Features of a head, up to whole LOADED: what is behind the last are zeros. */
 static int64_t width_of_query(int64_t dim) { return (dim + LOADED - 1) / LOADED * LOADED; }
 
@@ -39,6 +42,16 @@ struct sharing {
     int64_t parts, spans;
     float *partial; /* of each row, span and query of all heads: its sum, reference and total */
 };
+
+/* The pages of a row, and how many of its tokens are in these. */
+static const int32_t *pages_of(const decode_attention_args *a, int64_t row) {
+    return a->table.data + (a->indptr.data ? a->indptr.data[row] : row * a->table.size[1]);
+}
+
+static int64_t length_of(const decode_attention_args *a, int64_t row) {
+    int64_t pages = a->indptr.data ? a->table.size[0] - a->indptr.data[row] : a->table.size[1];
+    return least_of(a->kv_lens.data[row], pages * a->k_cache.size[1]);
+}
 
 /* What a row's queries see of its keys. */
 struct seen {
@@ -251,6 +264,24 @@ static const element *NAME(entries_of)(element *room, int64_t code, const void *
     return room;
 }
 
+/* Keys of one head, of which both parts are put together in `room`; `places` are the numbers of their tokens. */
+static const element *NAME(joined)(element *room, const decode_attention_args *a, const int64_t *places, int64_t count) {
+    const struct {
+        const void *data;
+        int64_t stride, dim;
+    } parts[] = {{a->k_cache.data, a->k_cache.stride[1], a->k_cache.size[3]},
+                 {a->v_cache.data, a->v_cache.stride[1], a->v_cache.size[3]}};
+    element *to = room;
+    for (int64_t j = 0; j < count; j++)
+        for (int part = 0; part < 2; to += parts[part++].dim) {
+            int64_t at = places[j] * parts[part].stride, dim = parts[part].dim;
+            if (!a->k_cache.code) memcpy(to, (const element *)parts[part].data + at, dim * sizeof *to);
+            for (int64_t i = 0; a->k_cache.code && i < dim; i += LANES)
+                store(to + i, load_codes(a->k_cache.code, (const uint8_t *)parts[part].data + at + i));
+        }
+    return room;
+}
+
 /* The queries of some key heads of one row, and what becomes of them over a span of keys. */
 struct NAME(part) {
     const decode_attention_args *a;
@@ -269,6 +300,7 @@ static int64_t NAME(place_of)(const struct NAME(part) *p, int64_t head, int64_t 
 /* Where a part's keys and values begin in the cache, and what is to be asked for of a block of them. */
 static struct coming NAME(coming_of)(const struct NAME(part) *p, const int64_t *places, int64_t count) {
     int64_t dim = p->a->k_cache.size[3], size = p->a->k_cache.code ? 1 : (int64_t)sizeof(element), at = p->head * dim * size;
+    if (IS_IN_PARTS(p->a)) return (struct coming){0}; /* they come as they are put together */
     return (struct coming){(const char *)p->a->k_cache.data + at, VALUES(p->a) + at, places, count,
                            (p->last - p->head) * dim * size, size};
 }
@@ -277,7 +309,7 @@ static struct coming NAME(coming_of)(const struct NAME(part) *p, const int64_t *
  * that comes after it, if any, is asked for; what no part before has asked for is asked for first. */
 static void NAME(attend_span)(const struct NAME(part) *p, const struct NAME(part) *after, int is_asked_for, float *at) {
     const decode_attention_args *a = p->a;
-    int64_t dim = a->k_cache.size[3], group = a->q.size[1] / a->k_cache.size[2], queries = p->queries;
+    int64_t dim = a->q.size[2], group = a->q.size[1] / a->k_cache.size[2], queries = p->queries;
     int64_t memory[3][BLOCK], *places = memory[0], *next = memory[1], *in_room = memory[2], heads = p->last - p->head;
     int64_t first = p->first, count = least_of(p->end - first, BLOCK), coming;
     int64_t code = a->k_cache.code, size = code ? 1 : sizeof(element), unseen = p->seen.begin - first;
@@ -285,7 +317,7 @@ static void NAME(attend_span)(const struct NAME(part) *p, const struct NAME(part
     struct logits of = logits_of(&a->options);
     factor *q = (factor *)carved(&at, heads * queries * width / OF_WORD);
     float *logits = carved(&at, heads * queries * BLOCK);
-    float scales[2][PANEL], *widened = carved(&at, code ? BLOCK * dim : 0);
+    float scales[2][PANEL], *widened = carved(&at, code || IS_IN_PARTS(a) ? BLOCK * dim : 0);
     locate(places, &p->entries, first, count);
     struct coming ahead = NAME(coming_of)(p, places, count);
     if (!is_asked_for) ask_for_rest(&ahead);
@@ -316,7 +348,8 @@ static void NAME(attend_span)(const struct NAME(part) *p, const struct NAME(part
             const int64_t *found = places;
             const void *keys = (const char *)a->k_cache.data + (p->head + h) * dim * size;
             const void *values = VALUES(a) + (p->head + h) * dim * size;
-            keys = NAME(entries_of)((element *)widened, code, keys, &found, in_room, padded, dim);
+            if (IS_IN_PARTS(a)) keys = NAME(joined)((element *)widened, a, places, padded), found = in_room;
+            else keys = NAME(entries_of)((element *)widened, code, keys, &found, in_room, padded, dim);
             NAME(group_dots)(own, q + h * queries * width, keys, found, queries, count, dim, &ahead);
             if (a->k_scales.data) {
                 read_scales(scales[0], a->k_scales.data, &p->entries, kv_heads, p->head + h, first, unseen, count);
@@ -331,8 +364,8 @@ static void NAME(attend_span)(const struct NAME(part) *p, const struct NAME(part
                        window >= 0 && position > window ? position - window : 0, end, p->sums + at * width,
                        p->largest + at, p->total + at, width);
             }
-            found = places;
-            values = NAME(entries_of)((element *)widened, code, values, &found, in_room, padded, dim);
+            if (IS_IN_PARTS(a)) values = keys;
+            else found = places, values = NAME(entries_of)((element *)widened, code, values, &found, in_room, padded, dim);
             NAME(group_weigh)(p->sums + h * queries * width, (factor *)own, values, found, queries, count, dim, &ahead);
         }
         ask_for_rest(&ahead);
@@ -346,7 +379,7 @@ static void NAME(attend_span)(const struct NAME(part) *p, const struct NAME(part
 /* Whether blocks are taken in tiles. */
 static int NAME(decodes_in_tiles)(const decode_attention_args *a) {
 #if defined(ELEMENT_BF16) && defined(WITH_TILES)
-    return has_tiles && a->q.size[2] % PANEL == 0 && a->q.size[2] <= MOST_DIM;
+    return has_tiles && a->q.size[2] % PANEL == 0 && a->q.size[2] <= MOST_DIM && !IS_IN_PARTS(a);
 #else
     return (void)a, 0;
 #endif
@@ -408,8 +441,10 @@ static struct NAME(part) NAME(part_of)(const struct sharing *job, int64_t task) 
     const decode_attention_args *a = job->args;
     int64_t kv_heads = a->k_cache.size[2], row = task / job->parts / job->spans, at = task / job->spans % job->parts;
     int64_t span = task % job->spans, block = NAME(decodes_in_tiles)(a) ? KEYS : BLOCK;
-    int64_t length = least_of(a->kv_lens.data[row], a->table.size[1] * a->k_cache.size[1]);
-    struct NAME(part) part = {a, PAGES_OF(row, a->table, a->k_cache), seen_of(length, a->q_len, &a->options), row,
+    int64_t length = length_of(a, row);
+    int64_t entry = IS_IN_PARTS(a) ? 1 : a->k_cache.size[2] * a->k_cache.size[3];
+    struct paged entries = {pages_of(a, row), a->k_cache.size[0], a->k_cache.size[1], entry};
+    struct NAME(part) part = {a, entries, seen_of(length, a->q_len, &a->options), row,
                               at * kv_heads / job->parts, (at + 1) * kv_heads / job->parts,
                               a->q_len * (a->q.size[1] / kv_heads), span};
     part.first = part.seen.begin > span * SPAN ? part.seen.begin / block * block : span * SPAN;
@@ -421,8 +456,9 @@ static struct NAME(part) NAME(part_of)(const struct sharing *job, int64_t task) 
 static void NAME(attend_heads)(const struct sharing *job, struct NAME(part) part, const struct NAME(part) *after,
                                int is_asked_for) {
     const decode_attention_args *a = job->args;
-    int64_t dim = a->k_cache.size[3], width = width_of_query(dim), queries = part.queries;
-    int64_t count = (part.last - part.head) * queries, room = count * (width + BLOCK) + (a->k_cache.code ? BLOCK * dim : 0);
+    int64_t dim = a->q.size[2], width = width_of_query(dim), queries = part.queries;
+    int64_t count = (part.last - part.head) * queries, room = count * (width + BLOCK);
+    if (a->k_cache.code || IS_IN_PARTS(a)) room += BLOCK * dim;
 #if defined(ELEMENT_BF16) && defined(WITH_TILES)
     struct few_queries few = {0};
     if (NAME(decodes_in_tiles)(a)) room = few_queries_floats(&few, part.last - part.head, queries, dim);
@@ -484,7 +520,7 @@ static void NAME(merge_spans)(const void *given, int64_t begin, int64_t end) {
     int64_t heads = a->q.size[1], dim = a->q.size[2], kv_heads = a->k_cache.size[2], queries = a->q_len * heads / kv_heads;
     for (int64_t task = begin; task < end; task++) {
         int64_t row = task / (kv_heads * queries), entry = task % (kv_heads * queries);
-        int64_t length = least_of(a->kv_lens.data[row], a->table.size[1] * a->k_cache.size[1]);
+        int64_t length = length_of(a, row);
         int64_t first = seen_of(length, a->q_len, &a->options).begin / SPAN, last = (length + SPAN - 1) / SPAN;
         if (last - first < 2) continue;
         struct NAME(part) part = {.a = a, .row = row};
@@ -506,9 +542,10 @@ static void NAME(merge_spans)(const void *given, int64_t begin, int64_t end) {
 }
 
 KERNEL(decode_attention) {
-    int64_t rows = least_of(a->q.size[0] / a->q_len, least_of(a->table.size[0], a->kv_lens.size[0])), keys = 0, most = 0;
+    int64_t listed = a->indptr.data ? a->indptr.size[0] : a->table.size[0], keys = 0, most = 0;
+    int64_t rows = least_of(a->q.size[0] / a->q_len, least_of(listed, a->kv_lens.size[0]));
     for (int64_t row = 0; row < rows; row++) {
-        int64_t length = least_of(a->kv_lens.data[row], a->table.size[1] * a->k_cache.size[1]);
+        int64_t length = length_of(a, row);
         struct seen seen = seen_of(length, a->q_len, &a->options);
         if (length <= 0) continue;
         keys += length - seen.begin;

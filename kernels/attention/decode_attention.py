@@ -12,7 +12,16 @@ from torch import Tensor
 from ..cache.kv_format import PageScales
 from ..native.optional_triton import tl, triton
 from ..native.registration import AnyElement, Float32, Int32, Written, operator
-from .attention_records import AttentionOptions, Pages, can_compile, launch_options, logits_of, meta_of, rope_dim_of
+from .attention_records import (
+    AttentionOptions,
+    Pages,
+    can_compile,
+    is_in_parts,
+    launch_options,
+    logits_of,
+    meta_of,
+    rope_dim_of,
+)
 from .attention_tile import (
     LOG2_E,
     alibi_slope,
@@ -118,7 +127,7 @@ def decode_attention_triton(
 
 
 def _is_served(out, lse, q, k_cache, v_cache, table, indptr, positions) -> bool:
-    is_plain = positions.position_mode == "NONE" and lse is None and indptr is None
+    is_plain = positions.position_mode == "NONE" and lse is None and (indptr is None or is_in_parts(q, k_cache))
     return is_plain and can_compile(q, k_cache, v_cache, out, table)
 
 

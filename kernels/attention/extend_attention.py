@@ -13,7 +13,16 @@ from torch import Tensor
 from ..cache.kv_format import PageScales
 from ..native.optional_triton import tl, triton
 from ..native.registration import AnyElement, Float32, Int32, Written, operator
-from .attention_records import AttentionOptions, Pages, can_compile, launch_options, logits_of, meta_of, rope_dim_of
+from .attention_records import (
+    AttentionOptions,
+    Pages,
+    can_compile,
+    is_in_parts,
+    launch_options,
+    logits_of,
+    meta_of,
+    rope_dim_of,
+)
 from .attention_tile import (
     LOG2_E,
     attend_span,
@@ -157,7 +166,7 @@ def extend_attention_triton(
 
 
 def _is_served(out, lse, q, k_cache, v_cache, page_table) -> bool:
-    is_plain = lse is None and page_table is not None and q.dim() == 3
+    is_plain = lse is None and page_table is not None and q.dim() == 3 and not is_in_parts(q, k_cache)
     return is_plain and can_compile(q, k_cache, v_cache, out, page_table)  # type: ignore[arg-type]
 
 

@@ -20,7 +20,7 @@ from graphdecode.mla import (
 )
 
 query_rows_torch = versions("query_rows").torch
-HEADS, CKV, KPE, PAGE = 4, 32, 16, 8
+HEADS, CKV, KPE, PAGE = 4, 32, 32, 8
 SCALE = 0.17
 LN_2 = math.log(2.0)
 
