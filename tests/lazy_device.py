@@ -123,12 +123,12 @@ def lazy_runner(streams: LazyStreams, model: Model, config: EngineConfig) -> Ite
     """Give a runner that takes its model to be on the device; nothing is captured yet."""
     prefill = model.prefill
 
-    def later(*arguments: Any) -> None:
+    def later(*arguments: Any, **options: bool) -> None:
         """Queue a prompt. It gives nothing back: its logits are for prompts that are scored."""
         places = [as_operations_know(argument) for argument in arguments]
 
         def work() -> None:
-            prefill(*places)
+            prefill(*places, **options)
 
         streams.enqueue(work)
         streams.go_on()

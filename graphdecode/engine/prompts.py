@@ -104,9 +104,9 @@ class Prompts:
             buffers.adapters[:rows] if shape.has_adapters else None,
         )
 
-    def run(self, chunks: Chunks) -> Any:
-        """Compute keys and values of some chunks; return the hidden states for `score`."""
-        return self._model.prefill(chunks, self._caches, self._attention)
+    def run(self, chunks: Chunks, *, with_logits: bool = False) -> Any:
+        """Compute keys and values of some chunks; `with_logits`, return the hidden states for `score`."""
+        return self._model.prefill(chunks, self._caches, self._attention, with_logits=with_logits)
 
     def dummies(self) -> list[list[PromptChunk]]:
         """Return passes of 1, 2, 4, ... tokens into the null page, which compile all kernels."""
@@ -122,7 +122,7 @@ class Prompts:
         count = min(self._setting.page_size, self._longest, self.max_tokens, _PROBED_TOKENS)
         tokens = np.linspace(1, self._model.config.vocab_size - 1, count, dtype=np.int64).tolist()
         self.stage([PromptChunk(tokens, 0, SequenceMemory())])
-        passed = self.run(self.chunks(StepShape(0, 1, count), 1))
+        passed = self.run(self.chunks(StepShape(0, 1, count), 1), with_logits=True)
         return bool(self._model.logits(passed, 0, count).isfinite().all())
 
     def stage(self, chunks: Sequence[PromptChunk]) -> None:

@@ -203,7 +203,7 @@ class Runner:
         chunks = self.prompts.chunks(plan.wanted, len(plan.chunks))
         is_scored = any(chunk.scored for chunk in plan.chunks)
         if not plan.catches_up and (is_scored or self.graphs.run(plan.wanted) is None):
-            passed = self.graphs.run_without_graph(plan.wanted, lambda: self.prompts.run(chunks))
+            passed = self.graphs.run_without_graph(plan.wanted, lambda: self.prompts.run(chunks, with_logits=is_scored))
             scores = self.prompts.score(plan.chunks, passed)
         if self.step.drafting is not None:
             self.step.drafting.prefill(chunks)

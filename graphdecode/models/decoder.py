@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,20 +21,16 @@ from graphdecode.cache import LayerCache, LayerState
 from graphdecode.linear.experts import ExpertForm
 from graphdecode.linear.weight_form import WeightForm
 from graphdecode.models.adapters import AdapterSlots
-from graphdecode.models.blocks import (
+from graphdecode.models.blocks import Addend, Block, Head, Layer, Output, Stem, each_once
+from graphdecode.models.config import ModelConfig
+from graphdecode.models.forward_context import (
     AppendAndAttend,
     Attend,
-    Block,
-    Head,
-    Layer,
-    ResidualStream,
-    Stem,
+    ForwardContext,
     Tokens,
     append_tokens,
-    each_once,
     page_table_of,
 )
-from graphdecode.models.config import ModelConfig
 from graphdecode.models.model import Chunks, Model
 
 
@@ -64,6 +61,19 @@ def attend_chunks(chunks: Chunks, attention: TokenByTokenAttention | None) -> At
             extend_over(cache, out, q, *chunks[4:6], page_table_of(chunks, cache), options)
 
     return attend
+
+
+class HiddenStates(NamedTuple):
+    """The residual stream behind the last layer: what `Decoder.prefill` returns for `logits`."""
+
+    x: Addend  # the last block's output, not added yet
+    residual: Tensor  # [t, hidden]
+    context: ForwardContext
+
+    def narrow(self, begin: int, end: int) -> HiddenStates:
+        """Return those of a span of tokens, in shared memory."""
+        x = self.x._replace(tensor=self.x.tensor[begin:end]) if isinstance(self.x, Output) else self.x
+        return HiddenStates(x, self.residual[begin:end], self.context.narrow(begin, end))
 
 
 class Decoder(Model):
@@ -119,7 +129,7 @@ class Decoder(Model):
 
         # batch-invariant: the newest key is read from the cache, as a prompt's are
         fused, attend = None if attention.is_invariant else append, attend_step(batch, attention)
-        return self.head.run(self._run_layers([tokens_of(batch)], caches, attend, fused))
+        return self.head(*self._run_layers([tokens_of(batch)], caches, attend, fused))
 
     def mix(
         self, batch: Batch, chunks: Chunks, caches: Sequence[LayerState], attention: PagedDecodeAttention
@@ -149,20 +159,26 @@ class Decoder(Model):
             pages = (cache.keys, cache.values, page_table_of(batch, cache))
             attention.append_and_run(to_rows, qkv_of_rows, *pages, rope, options, cache.scales)
 
-        stream = self._run_layers([of_chunks, tokens_of(batch)], caches, attend, append)
-        return self.head.run(stream.narrow(count, count + batch.size))
+        passed = self._run_layers([of_chunks, tokens_of(batch)], caches, attend, append)
+        return self.head(*passed.narrow(count, count + batch.size))
 
     def prefill(
-        self, chunks: Chunks, caches: Sequence[LayerState], attention: TokenByTokenAttention | None = None
-    ) -> ResidualStream:
-        """Append keys and values of prompt chunks, and return the last layer's stream; see `Model.prefill`."""
+        self,
+        chunks: Chunks,
+        caches: Sequence[LayerState],
+        attention: TokenByTokenAttention | None = None,
+        *,
+        with_logits: bool = True,
+    ) -> HiddenStates:
+        """Append keys and values of prompt chunks, and return the last layer's hidden states; see `Model.prefill`."""
         with torch.no_grad():
-            return self._run_layers([tokens_of(chunks)], caches, attend_chunks(chunks, attention))
+            attend = attend_chunks(chunks, attention)
+            return self._run_layers([tokens_of(chunks)], caches, attend, with_logits=with_logits)
 
-    def logits(self, stream: ResidualStream, begin: int, end: int) -> Tensor:
+    def logits(self, passed: HiddenStates, begin: int, end: int) -> Tensor:
         """Return the logits of a span of tokens; only once, since they are computed in place. See `Model.logits`."""
         with torch.no_grad():
-            return self.head.run(stream.narrow(begin, end))
+            return self.head(*passed.narrow(begin, end))
 
     def _run_layers(
         self,
@@ -170,8 +186,16 @@ class Decoder(Model):
         caches: Sequence[LayerState],
         attend: Attend,
         append: AppendAndAttend | None = None,
-    ) -> ResidualStream:
-        stream = ResidualStream(parts, self.stem, attend, append)
+        *,
+        with_logits: bool = True,
+    ) -> HiddenStates:
+        context = ForwardContext(parts, self.stem.embedding, attend, append)
+        last = None if with_logits else self.layers[-1]
+        x, residual = self.stem(context)
         for index, layer in enumerate(self.layers):
-            layer.run(stream, caches[self.config.layer_of_keys(index)])
-        return stream
+            cache = caches[self.config.layer_of_keys(index)]
+            if layer is last:
+                layer.append(x, residual, context, cache)
+            else:
+                x, residual = layer(x, residual, context, cache)
+        return HiddenStates(x, residual, context)

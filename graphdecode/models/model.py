@@ -95,11 +95,17 @@ class Model(ABC):
 
     @abstractmethod
     def prefill(
-        self, chunks: Chunks, caches: Sequence[LayerState], attention: TokenByTokenAttention | None = None
+        self,
+        chunks: Chunks,
+        caches: Sequence[LayerState],
+        attention: TokenByTokenAttention | None = None,
+        *,
+        with_logits: bool = True,
     ) -> Any:
         """Append the keys and values of chunks, and return `passed` for `logits`.
 
         `attention` gives each token the bits of a decode step; None: many queries at once, which is faster.
+        `with_logits=False`: `logits` is not called, so that the last layer need not be computed to its end.
         """
 
     @abstractmethod

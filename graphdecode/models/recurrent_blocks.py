@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from dataclasses import dataclass, field
 
 import torch
@@ -14,17 +15,18 @@ from graphdecode.kernels.recurrent.causal_conv import causal_conv
 from graphdecode.kernels.recurrent.gated_delta import DeltaGates, gated_delta
 from graphdecode.kernels.recurrent.selective_scan import ScanWeights, selective_scan
 from graphdecode.linear.weight_form import WeightForm, tensors_in
-from graphdecode.models.blocks import Attention, Mixer, Norm, ResidualStream
+from graphdecode.models.blocks import Addend, Attention, Mixer, Norm
+from graphdecode.models.forward_context import ForwardContext, Hidden
 
 
-def reordered(stream: ResidualStream, product: Tensor, order: Tensor | None, use: str) -> Tensor:
+def reordered(product: Tensor, order: Tensor | None, use: str, context: ForwardContext) -> Tensor:
     """Return the columns of a product in another order, contiguous; None: the product itself.
 
     The results are permuted because a quantized weight with interleaved heads cannot be.
     """
     if order is None:
         return product
-    columns = stream.buffer(len(order), product.dtype, use)
+    columns = context.buffer(len(order), product.dtype, use)
     return torch.index_select(product, 1, order, out=columns)
 
 
@@ -35,19 +37,43 @@ class GatedAttention(Attention):
     qkv_order: Tensor  # int64 [(heads + 2 kv_heads) * head_dim], columns of the product
     gate_order: Tensor  # int64 [heads * head_dim]
 
-    def project(self, stream: ResidualStream) -> Tensor:
-        return reordered(stream, super().project(stream), self.qkv_order, "qkv")
-
-    def finish(self, stream: ResidualStream, attended: Tensor) -> None:
-        """Gate the attention's result, and set the output product."""
-        gate = reordered(stream, stream.buffer_for(self.qkv), self.gate_order, "gate")
-        gated = stream.buffer(attended.shape[1], use="gated")
+    def __call__(
+        self, x: Hidden, residual: Tensor, context: ForwardContext, cache: LayerState
+    ) -> tuple[Addend, Tensor]:
+        product = context.linear(self.qkv, x)
+        attended = self.attend(reordered(product, self.qkv_order, "qkv", context), context, cache)
+        gate = reordered(product, self.gate_order, "gate", context)
+        gated = context.buffer(attended.shape[1], use="gated")
         gated_rms_norm(gated, attended, gate, None, 0.0, attended.shape[1], False, sigmoid=True)
-        stream.set_output(self.o, gated)
+        return self.output_linear(self.o, gated, residual, context)
+
+    def project(self, x: Hidden, context: ForwardContext) -> Tensor:
+        return reordered(super().project(x, context), self.qkv_order, "qkv", context)
 
 
+@dataclass(frozen=True)
 class RecurrentMixer(Mixer):
-    """A mixer with a recurrent state."""
+    """A mixer with a recurrent state, between two products."""
+
+    in_proj: WeightForm  # [projected channels, hidden]
+    out_proj: WeightForm  # [hidden, channels]
+
+    @property
+    def input_linear(self) -> WeightForm:
+        """The product of the input."""
+        return self.in_proj
+
+    def __call__(
+        self, x: Hidden, residual: Tensor, context: ForwardContext, cache: LayerState
+    ) -> tuple[Addend, Tensor]:
+        return self.output_linear(self.out_proj, self.read(x, context, cache), residual, context)
+
+    @abstractmethod
+    def read(self, x: Hidden, context: ForwardContext, cache: LayerState) -> Tensor:
+        """Advance the layer's states by the tokens, and return the input of `out_proj`, [t, channels]."""
+
+    def append(self, x: Hidden, residual: Tensor, context: ForwardContext, cache: LayerState) -> None:
+        self.read(x, context, cache)
 
     def read_bytes(self, rows: int | None = None) -> int:
         """Return the bytes of products, norms and float32 tensors."""
@@ -60,57 +86,49 @@ class RecurrentMixer(Mixer):
 class ShortConv(RecurrentMixer):
     """`out(c * conv(b * x))`; `b`, `c`, `x` are one product (LFM2)."""
 
-    in_proj: WeightForm  # [3 * channels, hidden]
     conv: Tensor  # float32 [width, channels]
     conv_bias: Tensor | None  # float32 [channels], or None
-    out_proj: WeightForm  # [hidden, channels]
 
-    def run(self, stream: ResidualStream, cache: LayerState) -> None:
+    def read(self, x: Hidden, context: ForwardContext, cache: LayerState) -> Tensor:
         (conv_state,) = cache
-        bcx = stream.buffer_for(self.in_proj)
-        stream.project(self.in_proj, bcx)
-        mixed = stream.buffer(self.out_proj.in_features, use="mixed")
-        for part, tokens in stream.state_parts():
+        bcx = context.linear(self.in_proj, x)  # [t, 3 * channels]
+        mixed = context.buffer(self.out_proj.in_features, use="mixed")
+        for part, tokens in context.state_parts():
             causal_conv(mixed[part], bcx[part], conv_state, self.conv, self.conv_bias, False, tokens)
-        stream.set_output(self.out_proj, mixed)
+        return mixed
 
 
 @dataclass(frozen=True)
 class DeltaNet(RecurrentMixer):
     """Gated delta net (Yang et al., 2024): convolution, delta rule over heads, norm with a gate."""
 
-    in_proj: WeightForm  # [2 * key channels + 2 * value channels + 2 * value heads, hidden]
     order: Tensor | None  # int64, columns in the order q, k, v, z, a, b; None: already in order
     conv: Tensor  # float32 [width, 2 * key channels + value channels]
     a_log: Tensor  # float32 [value heads]
     dt_bias: Tensor  # float32 [value heads]
     norm: Norm  # per value head
-    out_proj: WeightForm  # [hidden, value channels]
     strength: float = 1.0  # greatest strength of the delta rule
 
-    def run(self, stream: ResidualStream, cache: LayerState) -> None:
+    def read(self, x: Hidden, context: ForwardContext, cache: LayerState) -> Tensor:
         conv_state, state = cache
-        projected = stream.buffer_for(self.in_proj)
-        stream.project(self.in_proj, projected)
-        projected = reordered(stream, projected, self.order, "ordered")
+        projected = reordered(context.linear(self.in_proj, x), self.order, "ordered", context)
         channels, values = self.conv.shape[1], self.out_proj.in_features
         qkv, z, ab = projected.split((channels, values, 2 * len(self.a_log)), dim=1)
-        convolved = stream.buffer(channels, projected.dtype, "convolved")
-        read = stream.buffer(values, projected.dtype, "read")
-        for part, tokens in stream.state_parts():
+        convolved = context.buffer(channels, projected.dtype, "convolved")
+        read = context.buffer(values, projected.dtype, "read")
+        for part, tokens in context.state_parts():
             causal_conv(convolved[part], qkv[part], conv_state, self.conv, None, True, tokens)
             gates = DeltaGates(ab[part], self.a_log, self.dt_bias)
             gated_delta(read[part], convolved[part], state, gates, tokens, self.strength)
-        normed = stream.buffer(values, use="normed")
+        normed = context.buffer(values, use="normed")
         gated_rms_norm(normed, read, z, self.norm.weight, self.norm.eps, len(self.norm.weight), True)
-        stream.set_output(self.out_proj, normed)
+        return normed
 
 
 @dataclass(frozen=True)
 class Mamba2(RecurrentMixer):
     """Mamba2 (Dao and Gu, 2024): convolution, selective scan over heads, norm with a gate."""
 
-    in_proj: WeightForm  # [channels + convolved channels + heads, hidden]: gate, x B C, steps
     conv: Tensor  # float32 [width, channels + 2 * groups * state channels]
     conv_bias: Tensor | None  # float32 [channels + 2 * groups * state channels], or None
     heads: ScanWeights  # decay, skip and bias of each head
@@ -118,24 +136,18 @@ class Mamba2(RecurrentMixer):
     group: int  # channels of a group
     norm_first: bool  # whether the norm comes before the gate
     step_limits: tuple[float, float]  # minimum and maximum
-    out_proj: WeightForm  # [hidden, channels]
 
-    def run(self, stream: ResidualStream, cache: LayerState) -> None:
-        stream.set_output(self.out_proj, self.read(stream, cache))
-
-    def read(self, stream: ResidualStream, cache: LayerState) -> Tensor:
-        """Advance the layer's states by the tokens, and return the input of `out_proj`, [t, channels]."""
+    def read(self, x: Hidden, context: ForwardContext, cache: LayerState) -> Tensor:
         conv_state, state = cache
-        projected = stream.buffer_for(self.in_proj)
-        stream.project(self.in_proj, projected)
+        projected = context.linear(self.in_proj, x)
         channels, convolved_channels = self.out_proj.in_features, self.conv.shape[1]
         gate, xbc, steps = projected.split((channels, convolved_channels, len(self.heads.skip)), dim=1)
-        convolved = stream.buffer(convolved_channels, projected.dtype, "convolved")
-        read = stream.buffer(channels, projected.dtype, "read")
-        for part, tokens in stream.state_parts():
+        convolved = context.buffer(convolved_channels, projected.dtype, "convolved")
+        read = context.buffer(channels, projected.dtype, "read")
+        for part, tokens in context.state_parts():
             causal_conv(convolved[part], xbc[part], conv_state, self.conv, self.conv_bias, True, tokens)
             selective_scan(read[part], convolved[part], state, steps[part], self.heads, tokens, *self.step_limits)
-        normed = stream.buffer(channels, use="normed")
+        normed = context.buffer(channels, use="normed")
         self.finish(normed, read, gate)
         return normed
 

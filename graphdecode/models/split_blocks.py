@@ -9,7 +9,8 @@ from torch import Tensor
 from graphdecode.attention import QKNormRope
 from graphdecode.distributed import Collectives
 from graphdecode.linear.weight_form import tensors_in
-from graphdecode.models.blocks import Attention, FeedForward, Norm, ResidualStream, Stem, Tokens
+from graphdecode.models.blocks import Attention, Norm, Stem
+from graphdecode.models.forward_context import Tokens
 
 
 @dataclass(frozen=True)
@@ -30,20 +31,6 @@ class SplitStem(Stem):
         is_elsewhere = (tokens.ids < self.begin) | (tokens.ids >= self.end)
         residual.masked_fill_(is_elsewhere.unsqueeze(1), 0.0)
         self.collectives.all_reduce(residual, "embedding")
-
-
-@dataclass(frozen=True)
-class SummedMlp(FeedForward):
-    """A block that is split over ranks; the outputs are summed."""
-
-    part: FeedForward
-    collectives: Collectives
-    place: str
-
-    def run(self, stream: ResidualStream) -> None:
-        """Run the rank's part, and all-reduce its output."""
-        self.part.run(stream)
-        self.collectives.all_reduce(stream.output, self.place)
 
 
 @dataclass(frozen=True)

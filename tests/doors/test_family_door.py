@@ -14,10 +14,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from graphdecode import LLM, BucketConfig, SamplingParams
+from graphdecode.cache import LayerCache
 from graphdecode.models import Family, ModelConfig, UnsupportedModelError, register_family, resolve_model_path
-from graphdecode.models.blocks import Attention, GatedMlp, Layer, LayerCache, Norm, ResidualStream, Stem, Tokens
+from graphdecode.models.blocks import Addend, Attention, GatedMlp, Layer, Norm, Output, Stem
 from graphdecode.models.config import common_fields
 from graphdecode.models.family import FAMILIES, outer_weights
+from graphdecode.models.forward_context import ForwardContext, Tokens
 from graphdecode.models.weight_map import Part, WeightMap, product
 from graphdecode.models.weights import Weights
 
@@ -58,14 +60,15 @@ class ToyLayer(Layer):
     attention: Attention
     mlp: GatedMlp
 
-    def run(self, stream: ResidualStream, cache: LayerCache) -> None:
-        stream.norm(self.norm)
-        normed = stream.hidden.clone()
-        self.mlp.run(stream)
-        of_mlp = stream.output.clone()
-        stream.hidden.copy_(normed)
-        self.attention.run(stream, cache)
-        stream.output.add_(of_mlp)
+    def __call__(
+        self, x: Addend, residual: Tensor, context: ForwardContext, cache: LayerCache
+    ) -> tuple[Addend, Tensor]:
+        hidden, residual = self.norm(x, residual, context)
+        of_mlp = self.mlp.product(hidden, context).clone()
+        x, residual = self.attention(hidden, residual, context, cache)
+        assert isinstance(x, Output)
+        x.tensor.add_(of_mlp)
+        return x, residual
 
 
 class Toy(Family):

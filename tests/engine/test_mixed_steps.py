@@ -24,7 +24,7 @@ from graphdecode.graphs import GraphTable
 from graphdecode.graphs.recorded import RecordedStepGraph
 from graphdecode.models import Decoder, Model, load_model
 from graphdecode.models import decoder as decoder_module
-from graphdecode.models.blocks import ResidualStream
+from graphdecode.models.forward_context import ForwardContext
 
 ROWS = 12
 BESIDE = ("prompts", "mixed")
@@ -170,9 +170,9 @@ def test_a_round_with_prompts_is_one_pass(model: Model, monkeypatch: pytest.Monk
     def noting(name: str) -> Callable[..., object]:
         as_it_is = getattr(Decoder, name)
 
-        def noted(*arguments: object) -> object:
+        def noted(*arguments: object, **options: object) -> object:
             passes.append(name)
-            return as_it_is(*arguments)
+            return as_it_is(*arguments, **options)
 
         return noted
 
@@ -301,11 +301,11 @@ def test_a_model_whose_blocks_look_at_rows_themselves_has_its_prompts_computed_b
     expected = served(engine_of(model, mixes=False), arrivals)
 
     def looked_at(*args):
-        stream = ResidualStream(*args)
-        assert stream.tokens.ids.ndim == 1
-        return stream
+        context = ForwardContext(*args)
+        assert context.tokens.ids.ndim == 1
+        return context
 
-    monkeypatch.setattr(decoder_module, "ResidualStream", looked_at)
+    monkeypatch.setattr(decoder_module, "ForwardContext", looked_at)
     with pytest.warns(RuntimeWarning, match="prompts are computed by themselves: .* cannot run in a mixed step"):
         engine = engine_of(model, config=replace(CONFIG, capture_when=capture_when))
     assert served(engine, arrivals) == expected

@@ -80,10 +80,10 @@ class Raising(Constraint):
 def fail_prefill(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     prefill = engine.model.prefill
 
-    def failing(chunks: Chunks, *others: Any) -> Any:
+    def failing(chunks: Chunks, *others: Any, **options: bool) -> Any:
         if BAD in chunks.token_ids.tolist():
             raise ZeroDivisionError("a module's own")
-        return prefill(chunks, *others)
+        return prefill(chunks, *others, **options)
 
     monkeypatch.setattr(engine.model, "prefill", failing)
 

@@ -21,6 +21,7 @@ pytest.importorskip("triton")
 
 from graphdecode.kernels.norm.rms_norm import rms_norm
 from graphdecode.models.blocks import Head
+from graphdecode.models.forward_context import ForwardContext
 from graphdecode.models.shapes import SHAPES
 from step_code.launches import recorded_step
 from step_code.model import Costs, step_cost
@@ -170,14 +171,14 @@ def test_a_launch_more_is_seen_and_costs_a_gap_and_a_latency(monkeypatch):
         step = recorded_step("shape:llama-100m", 1)
         return step_cost(step, 1, 512, figures_of_nobody)
 
-    before, run = costs(), Head.run
+    before, forward = costs(), Head.__call__
 
-    def twice(self: Head, stream: Any) -> Any:
-        spare, more = (stream.empty(len(self.final_norm.weight)) for _ in range(2))
+    def twice(self: Head, x: Any, residual: Any, context: ForwardContext) -> Any:
+        spare, more = (context.empty(len(self.final_norm.weight)) for _ in range(2))
         rms_norm(spare, more, self.final_norm.weight, 1e-5)
-        return run(self, stream)
+        return forward(self, x, residual, context)
 
-    monkeypatch.setattr(Head, "run", twice)
+    monkeypatch.setattr(Head, "__call__", twice)
     after, unit = costs(), Costs()
     assert after.launches == before.launches + 1
     assert after.made_bytes > before.made_bytes

@@ -23,7 +23,7 @@ from adopted_models import STATEFUL, TINY, save_random
 from graphdecode import LLM, GraphManager, SamplingParams
 from graphdecode.graphs import check
 from graphdecode.models import UnsupportedModelError, describe_model, load_model
-from graphdecode.models.blocks import StateStep, Tokens
+from graphdecode.models.forward_context import StateStep, Tokens
 from graphdecode.models.transformers_backend import ModuleDecoder
 from graphdecode.models.transformers_backend.states import ModuleStates
 

@@ -13,7 +13,7 @@ from graphdecode.linear.quantized_linear import PanelLinear
 from graphdecode.linear.weight_form import FormOptions, LinearNames, WeightForm
 from graphdecode.linear.wrapped import Joined
 from graphdecode.models import load_model
-from graphdecode.models.blocks import Tokens
+from graphdecode.models.forward_context import Tokens
 from graphdecode.models.gguf.source import Gguf
 from graphdecode.models.source import SOURCES
 from graphdecode.models.split import SplitSource

@@ -472,7 +472,7 @@ def test_experts_in_blocks_are_dealt_out_and_give_the_tokens_of_one(tmp_path, mo
     whole = load_model(file, device="cpu", dtype="float32", quantize="gguf")
     for own, layer in zip(engine.runner.model.layers, whole.layers, strict=True):
         for place in ("gate_up", "down"):
-            half, all_of_it = getattr(own.mlp.part.experts, place), getattr(layer.mlp.experts, place)
+            half, all_of_it = getattr(own.mlp.experts, place), getattr(layer.mlp.experts, place)
             assert isinstance(half, ExpertPanels)
             sizes = [
                 sum(part.nbytes for part in form.weight._replace(table=None) if isinstance(part, torch.Tensor))

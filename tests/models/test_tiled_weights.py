@@ -28,7 +28,7 @@ from graphdecode.linear.small_linear_timing import FUSED_FORMS, FusedForm
 from graphdecode.linear.tiled_linear import Int8TiledLinear, TiledLinear
 from graphdecode.linear.weight_form import WeightForm
 from graphdecode.models import Decoder, load_model
-from graphdecode.models.blocks import Tokens
+from graphdecode.models.forward_context import Tokens
 from graphdecode.models.gguf.source import Gguf
 
 pytest.importorskip("triton")

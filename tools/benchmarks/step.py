@@ -41,8 +41,8 @@ from graphdecode.kernels.norm.rms_norm import normed
 from graphdecode.linear.linear_choice import LinearChoice
 from graphdecode.linear.weight_form import WeightForm
 from graphdecode.memory import free_bytes
-from graphdecode.models import Decoder, blocks, decoder, load_model, resolve_device
-from graphdecode.models.blocks import AppendAndAttend, Attend, ResidualStream, Stem, Tokens
+from graphdecode.models import Decoder, blocks, decoder, forward_context, load_model, resolve_device
+from graphdecode.models.forward_context import AppendAndAttend, Attend, ForwardContext, Tokens
 from graphdecode.models.model_path import SHAPE_PREFIX
 from graphdecode.models.shapes import shape_config
 from graphdecode.profiling.environment import read_bandwidth
@@ -168,37 +168,41 @@ def _embedding_norm(
     versions("rms_norm").torch(out, residual, weight, eps)
 
 
-class Apart(ResidualStream):
-    """A residual stream with no fused products, and with append and attention as two operators."""
+class Apart(ForwardContext):
+    """A pass with no fused products, and with append and attention as two operators."""
 
     appends_too = False  # whether attention appends the new keys and values itself
 
-    def __init__(self, parts: Sequence[Tokens], stem: Stem, attend: Attend, append: AppendAndAttend | None):
-        super().__init__(parts, stem, attend, append if self.appends_too else None)
+    def __init__(self, parts: Sequence[Tokens], like: Tensor, attend: Attend, append: AppendAndAttend | None):
+        super().__init__(parts, like, attend, append if self.appends_too else None)
 
-    def _fused(self, linear: WeightForm) -> None:
+    def fused(self, linear: WeightForm) -> None:
         """Return None: no product fuses anything."""
 
 
 class ProductsApart(Apart):
-    """A residual stream with no fused products."""
+    """A pass with no fused products."""
 
     appends_too = True
 
 
 @contextmanager
-def streaming(stream: type[ResidualStream]) -> Iterator[None]:
-    """Capture with another residual stream in the context."""
-    with mock.patch.object(decoder, "ResidualStream", stream):
+def passing(context: type[ForwardContext]) -> Iterator[None]:
+    """Capture passes of another kind in the context."""
+    with mock.patch.object(decoder, "ForwardContext", context):
         yield
 
 
 @contextmanager
 def unfused() -> Iterator[None]:
     """Replace fused operators by torch's own in the context, to measure the gain of fusing."""
-    others: dict[str, Any] = {name: versions(name).torch for name in ("rms_norm", "add_rms_norm")}
-    others |= {"rope_append": _rope_append, "act_mul": gated, "embedding_norm": _embedding_norm}
-    with streaming(Apart), mock.patch.multiple(blocks, **others):
+    norms: dict[str, Any] = {name: versions(name).torch for name in ("rms_norm", "add_rms_norm")}
+    others = {"rms_norm": norms["rms_norm"], "rope_append": _rope_append, "act_mul": gated}
+    with (
+        passing(Apart),
+        mock.patch.multiple(forward_context, **others),
+        mock.patch.multiple(blocks, **norms, embedding_norm=_embedding_norm),
+    ):
         yield
 
 
@@ -222,7 +226,7 @@ def _variants(
     yield FULL, full, nullcontext()
     yield "without fused operators", full, unfused()
     if device.type == "cuda":
-        yield "without fused products", full, streaming(ProductsApart)
+        yield "without fused products", full, passing(ProductsApart)
         yield "cuBLAS alone", decoder_with(full, lambda _: None), nullcontext()
         yield "without early start", decoder_with(full, _without_early_start), nullcontext()
     elif native.library() is not None:

@@ -121,7 +121,7 @@ class ModelDrafts(DraftSource):
 
     def prefill(self, chunks: Chunks) -> None:
         """Compute the draft model's keys and values; see `Model.prefill`."""
-        self._model.prefill(chunks, self._caches)
+        self._model.prefill(chunks, self._caches, with_logits=False)
 
     def look(self, batch: Batch) -> None:
         """Set the largest number of drafts."""

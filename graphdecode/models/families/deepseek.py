@@ -23,7 +23,7 @@ from graphdecode.errors import shown
 from graphdecode.kernels.norm.rms_norm import rms_norm
 from graphdecode.linear.experts import ExpertForm
 from graphdecode.linear.weight_form import WeightForm
-from graphdecode.models.blocks import GatedMlp, Mixer, Norm, ResidualStream, Routing, SparseMlp, append_tokens
+from graphdecode.models.blocks import Addend, GatedMlp, Mixer, Norm, Routing, SparseMlp
 from graphdecode.models.config import (
     ExpertsConfig,
     ModelConfig,
@@ -36,6 +36,7 @@ from graphdecode.models.config import (
 )
 from graphdecode.models.families.llama import ATTENTION_BIASES
 from graphdecode.models.families.sparse import Sparse, experts_of
+from graphdecode.models.forward_context import ForwardContext, Hidden, append_tokens
 from graphdecode.models.rope import RopeConfig
 from graphdecode.models.weight_map import Part, WeightMap, product
 from graphdecode.models.weights import Weights
@@ -73,35 +74,53 @@ class LatentAttention(Mixer):
     cos_sin: Tensor  # float32 [positions, 2, rope_dim / 2]
     options: AttentionOptions
 
-    def run(self, stream: ResidualStream, cache: LayerState) -> None:
+    @property
+    def input_linear(self) -> WeightForm:
+        return self.qkv_a
+
+    def __call__(
+        self, x: Hidden, residual: Tensor, context: ForwardContext, cache: LayerState
+    ) -> tuple[Addend, Tensor]:
         """Append the tokens' keys to the cache, and attend."""
         assert isinstance(cache, LayerCache)
         heads, value_channels, rank = self.to_values.shape
-        latents = stream.buffer_for(self.qkv_a, "latents")
-        stream.project(self.qkv_a, latents)
-        queries = stream.buffer(self.q_b.out_features, use="queries")
+        latents = context.linear(self.qkv_a, x, "latents")
+        queries = context.buffer(self.q_b.out_features, use="queries")
         if self.q_norm is None:
-            stream.project(self.q_b, queries)
+            context.multiply(self.q_b, queries, x)
         else:
-            normed = stream.buffer(self.q_b.in_features, use="normed queries")
+            normed = context.buffer(self.q_b.in_features, use="normed queries")
             rms_norm(normed, latents[:, : self.q_b.in_features], self.q_norm.weight, self.q_norm.eps)
-            stream.multiply(self.q_b, queries, normed)
+            context.multiply(self.q_b, queries, normed)
         tokens, in_floats = len(latents), self.to_keys.gives_floats
-        keys, normed = latents.index_select(1, self.order), stream.buffer(rank, use="normed latents")
-        rms_norm(normed, keys[:, -rank:], self.kv_norm.weight, self.kv_norm.eps)
-        keys[:, -rank:] = normed
-        absorbed = stream.buffer(heads * keys.shape[1], torch.float32 if in_floats else None, "absorbed")
-        stream.multiply_by_head(self.to_keys, absorbed.view(tokens * heads, -1), queries.view(tokens * heads, -1))
-        q = stream.buffer(absorbed.shape[1], use="rotated").view(tokens, heads, -1)
+        keys = self._keys(latents, context)
+        absorbed = context.buffer(heads * keys.shape[1], torch.float32 if in_floats else None, "absorbed")
+        context.multiply_by_head(self.to_keys, absorbed.view(tokens * heads, -1), queries.view(tokens * heads, -1))
+        q = context.buffer(absorbed.shape[1], use="rotated").view(tokens, heads, -1)
         no_heads, rope = cache.keys[:, :, :0], QKNormRope(self.cos_sin)
-        for span, part in stream.parts():
+        for span, part in context.parts():
             append_tokens(q[span], replace(cache, keys=no_heads, values=no_heads), absorbed[span], part, rope)
             append_tokens(q[span, :0], replace(cache, values=no_heads), keys[span], part, rope)
-        attended = stream.buffer(heads * rank, use="attended").view(tokens, heads, rank)
-        stream.attend(attended, q, cache, self.options)
-        values = stream.buffer(heads * value_channels, use="values")
-        stream.multiply_by_head(self.to_values, values.view(tokens * heads, -1), attended.view(tokens * heads, -1))
-        stream.set_output(self.o, values)
+        attended = context.buffer(heads * rank, use="attended").view(tokens, heads, rank)
+        context.attend(attended, q, cache, self.options)
+        values = context.buffer(heads * value_channels, use="values")
+        context.multiply_by_head(self.to_values, values.view(tokens * heads, -1), attended.view(tokens * heads, -1))
+        return self.output_linear(self.o, values, residual, context)
+
+    def append(self, x: Hidden, residual: Tensor, context: ForwardContext, cache: LayerState) -> None:
+        assert isinstance(cache, LayerCache)
+        keys = self._keys(context.linear(self.qkv_a, x, "latents"), context)
+        cache, rope = replace(cache, values=cache.keys[:, :, :0]), QKNormRope(self.cos_sin)
+        for span, part in context.parts():
+            append_tokens(keys[span, None][:, :0], cache, keys[span], part, rope)
+
+    def _keys(self, latents: Tensor, context: ForwardContext) -> Tensor:
+        """Return the tokens' keys, not rotated yet, [t, rope_dim + rank]."""
+        rank = self.to_values.shape[2]
+        keys, normed = latents.index_select(1, self.order), context.buffer(rank, use="normed latents")
+        rms_norm(normed, keys[:, -rank:], self.kv_norm.weight, self.kv_norm.eps)
+        keys[:, -rank:] = normed
+        return keys
 
 
 @dataclass(frozen=True, kw_only=True)

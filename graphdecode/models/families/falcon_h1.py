@@ -4,19 +4,23 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
 
 import torch
+from torch import Tensor
 
 from graphdecode.cache import KeysAndState, LayerState
 from graphdecode.errors import shown
 from graphdecode.linear.weight_form import WeightForm
 from graphdecode.linear.wrapped import Scaled
-from graphdecode.models.blocks import Attention, FeedForward, GatedMlp, Layer, Norm, ResidualStream
+from graphdecode.models.blocks import Addend, Attention, FeedForward, GatedMlp, Identity, Layer, Norm
 from graphdecode.models.config import ModelConfig, UnsupportedModelError, flag, number
 from graphdecode.models.families.hybrid import MAMBA2_DEFAULTS, Mamba2Sizes, mamba2_mixer, mamba2_sizes
 from graphdecode.models.families.llama import Llama
 from graphdecode.models.families.mamba2 import Bamba
 from graphdecode.models.fields import is_positive
+from graphdecode.models.forward_context import ForwardContext
 from graphdecode.models.recurrent_blocks import Mamba2
 from graphdecode.models.weights import Weights
+
+_SUM = Identity()  # adds without a norm
 
 
 class Multipliers(NamedTuple):
@@ -46,21 +50,24 @@ class ParallelLayer(Layer):
     mamba: Mamba2
     mlp_norm: Norm
     mlp: FeedForward
-    multipliers: Multipliers
 
-    def run(self, stream: ResidualStream, cache: LayerState) -> None:
+    def __call__(
+        self, x: Addend, residual: Tensor, context: ForwardContext, cache: LayerState
+    ) -> tuple[Addend, Tensor]:
         assert isinstance(cache, KeysAndState)
-        stream.norm(self.input_norm)
-        # both read the same norm: no output is set before both have computed their inputs
-        read = self.mamba.read(stream, cache.states)
-        self.attention.run(stream, cache.pages)
-        stream.transform_output(None, self.multipliers.attention_out)
-        stream.norm(None)
-        stream.set_output(self.mamba.out_proj, read)
-        stream.transform_output(None, self.multipliers.ssm_out)
-        stream.norm(self.mlp_norm)
-        self.mlp.run(stream)
-        stream.transform_output(None, self.multipliers.mlp[1])
+        hidden, residual = self.input_norm(x, residual, context, into=self.mamba.in_proj)
+        read = self.mamba.read(hidden, context, cache.states)  # before the sum, which takes the norm's memory
+        x, residual = self.attention(hidden, residual, context, cache.pages)
+        _, residual = _SUM(x, residual, context)
+        x, residual = self.mamba.output_linear(self.mamba.out_proj, read, residual, context)
+        hidden, residual = self.mlp_norm(x, residual, context, into=self.mlp.input_linear)
+        return self.mlp(hidden, residual, context)
+
+    def append(self, x: Addend, residual: Tensor, context: ForwardContext, cache: LayerState) -> None:
+        assert isinstance(cache, KeysAndState)
+        hidden, residual = self.input_norm(x, residual, context, into=self.mamba.in_proj)
+        self.mamba.append(hidden, residual, context, cache.states)
+        self.attention.append(hidden, residual, context, cache.pages)
 
 
 class FalconH1(Bamba):
@@ -117,11 +124,10 @@ class FalconH1(Bamba):
         gate_up = _scaled(weights, f"{at}gate_up", gate_up, False, 1.0, (ff, ff), (multipliers.mlp[0], 1.0))
         return ParallelLayer(
             input_norm=weights.norm(f"{at}before_attention", eps),
-            attention=replace(attention, qkv=qkv),
-            mamba=replace(mamba, in_proj=in_proj),
+            attention=replace(attention, qkv=qkv, output_scale=multipliers.attention_out),
+            mamba=replace(mamba, in_proj=in_proj, output_scale=multipliers.ssm_out),
             mlp_norm=weights.norm(f"{at}before_mlp", eps),
-            mlp=GatedMlp(gate_up, weights.linear(f"{at}down"), config.activation),
-            multipliers=multipliers,
+            mlp=GatedMlp(gate_up, weights.linear(f"{at}down"), config.activation, output_scale=multipliers.mlp[1]),
         )
 
 

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from graphdecode.attention import QKNormRope
 from graphdecode.cache import Keys, LayerState
-from graphdecode.distributed import Collectives
 from graphdecode.errors import shown
 from graphdecode.kernels.model.act_mul import act_mul
 from graphdecode.kernels.model.embedding import embedding
@@ -20,14 +19,16 @@ from graphdecode.kernels.moe.moe_route import moe_combine
 from graphdecode.kernels.norm.rms_norm import add_rms_norm, rms_norm
 from graphdecode.linear.weight_form import WeightForm
 from graphdecode.models.blocks import (
+    Addend,
     Attention,
     Block,
     DecoderLayer,
+    Embedded,
     FeedForward,
     GatedMlp,
+    Identity,
     Layer,
     Norm,
-    ResidualStream,
     SparseMlp,
 )
 from graphdecode.models.config import (
@@ -43,10 +44,12 @@ from graphdecode.models.config import (
 from graphdecode.models.families.gemma import Gemma2
 from graphdecode.models.families.llama import Llama, norms_at
 from graphdecode.models.families.sparse import Sparse, experts_of
+from graphdecode.models.forward_context import ForwardContext, Hidden
 from graphdecode.models.rope import ropes_by_layer_type
 from graphdecode.models.weight_map import Part, WeightMap, product
 from graphdecode.models.weights import Weights
 
+_SUM = Identity()  # adds without a norm
 _OF_KEYS = ("k_proj", "v_proj", "k_norm", "v_norm")  # modules that layers with shared keys do not need
 
 
@@ -96,27 +99,28 @@ class MlpBesideExperts(FeedForward):
     after_mlp: Norm
     after_experts: Norm
     expert_scales: Tensor  # float32 [experts], multiply the routing weights
-    collectives: Collectives | None  # if ranks share the experts
-    place: str
 
-    def run(self, stream: ResidualStream) -> None:
-        self.mlp.run(stream)
-        total, hidden = torch.empty_like(stream.output), stream.buffer(stream.output.shape[1], use="of experts")
-        rms_norm(total, stream.output, self.after_mlp.weight, self.after_mlp.eps)
-        rms_norm(hidden, stream.residual, self.before_router.weight, self.before_router.eps)
-        logits = stream.buffer_for(self.sparse.router, "router")
-        stream.multiply(self.sparse.router, logits, hidden)
-        routing = self.sparse.route(logits, stream.live)
+    @property
+    def input_linear(self) -> WeightForm:
+        return self.mlp.gate_up
+
+    def __call__(self, x: Hidden, residual: Tensor, context: ForwardContext) -> tuple[Addend, Tensor]:
+        of_mlp = self.mlp.product(x, context)
+        total, hidden = torch.empty_like(of_mlp), context.buffer(of_mlp.shape[1], use="of experts")
+        rms_norm(total, of_mlp, self.after_mlp.weight, self.after_mlp.eps)
+        rms_norm(hidden, residual, self.before_router.weight, self.before_router.eps)
+        routing = self.sparse.route(context.linear(self.sparse.router, hidden, "router"), context.live())
         ids, weights = routing.ids, routing.weights
         weights.mul_(self.expert_scales.index_select(0, ids.flatten().clamp(min=0)).view_as(weights))
-        rms_norm(hidden, stream.residual, self.before_experts.weight, self.before_experts.eps)
-        parts = self.sparse.experts.run(stream, hidden, routing)
+        rms_norm(hidden, residual, self.before_experts.weight, self.before_experts.eps)
+        parts = self.sparse.experts(hidden, routing, context)
         sums = torch.empty_like(parts[: len(hidden)])
         moe_combine(sums, parts, ids, weights)
-        if self.collectives is not None:
-            self.collectives.all_reduce(sums, self.place)
-        after, out = self.after_experts, stream.output_buffer(in_floats=total.dtype == torch.float32)
+        if self.sparse.collectives is not None:
+            self.sparse.collectives.all_reduce(sums, self.sparse.param_name)
+        after, out = self.after_experts, context.output_buffer(in_floats=total.dtype == torch.float32)
         add_rms_norm(out, total, sums, None, 0.0, after.weight, after.eps)
+        return self.output(out), residual
 
 
 @dataclass(frozen=True)
@@ -128,20 +132,20 @@ class PerLayerEmbedding(Block):
     per_layer_in: WeightForm  # [layers * channels, hidden]
     norm: Norm  # over a layer's channels
 
-    def run(self, stream: ResidualStream) -> None:
-        """Write the inputs into the stream's buffer `layer inputs`, [t, layers * channels]."""
+    def __call__(self, residual: Tensor, context: ForwardContext) -> None:
+        """Write the inputs into the buffer `layer inputs`, [t, layers * channels]."""
         width, channels = self.table.shape[1], len(self.norm.weight)
-        tokens, projected = stream.buffer(width, torch.float32, "embedded"), stream.buffer_for(self.per_layer_in)
-        for span, part in stream.parts():
+        tokens = context.buffer(width, torch.float32, "embedded")
+        for span, part in context.parts():
             embedding(tokens[span], part.ids, self.table, part.live, self.scale)
-        stream.multiply(self.per_layer_in, projected, stream.residual.to(self.table.dtype))
-        shape, out = (-1, channels), stream.buffer(width, use="layer inputs")
+        projected = context.linear(self.per_layer_in, residual.to(self.table.dtype))
+        shape, out = (-1, channels), context.buffer(width, use="layer inputs")
         of_norm = (None, 0.0, self.norm.weight, self.norm.eps)
         add_rms_norm(out.view(shape), tokens.view(shape), projected.view(shape), *of_norm)
 
 
 @dataclass(frozen=True)
-class PerLayerInput(Block):
+class PerLayerInput(FeedForward):
     """`project(activation(gate(x)) * input)` for a layer's input."""
 
     input_gate: WeightForm  # [channels, hidden]
@@ -150,14 +154,13 @@ class PerLayerInput(Block):
     width: int  # channels of all layers
     activation: str
 
-    def run(self, stream: ResidualStream) -> None:
+    def __call__(self, x: Hidden, residual: Tensor, context: ForwardContext) -> tuple[Addend, Tensor]:
         channels = self.input_gate.out_features
-        gate, own = stream.buffer_for(self.input_gate, "input gate"), stream.buffer(self.width, use="layer inputs")
-        stream.project(self.input_gate, gate)
-        activated = stream.buffer(channels, use="gated input")
+        gate, own = context.linear(self.input_gate, x, "input gate"), context.buffer(self.width, use="layer inputs")
+        activated = context.buffer(channels, use="gated input")
         joined = torch.cat((gate, own[:, self.begin : self.begin + channels]), dim=1)
         act_mul(activated, joined, self.activation)
-        stream.set_output(self.input_out, activated)
+        return self.output_linear(self.input_out, activated, residual, context)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,18 +169,21 @@ class Gemma4Layer(DecoderLayer):
 
     inputs: PerLayerEmbedding | None  # set in the first layer
     input_block: PerLayerInput | None
-    after_input: Norm | None
     scale: Tensor  # float32 [1]
 
-    def run(self, stream: ResidualStream, cache: LayerState) -> None:
+    def __call__(
+        self, x: Addend, residual: Tensor, context: ForwardContext, cache: LayerState
+    ) -> tuple[Addend, Tensor]:
         if self.inputs is not None:
-            self.inputs.run(stream)
-        super().run(stream, cache)
+            if isinstance(x, Embedded):
+                x.write(residual)
+                x = None
+            self.inputs(residual, context)
+        x, residual = super().__call__(x, residual, context, cache)
         if self.input_block is not None:
-            stream.norm(None)
-            self.input_block.run(stream)
-            stream.transform_output(self.after_input)
-        stream.residual.mul_(self.scale)
+            hidden, residual = _SUM(x, residual, context)
+            x, residual = self.input_block(hidden, residual, context)
+        return x, residual.mul_(self.scale)
 
 
 class Gemma4(Sparse, Gemma2):
@@ -308,16 +314,16 @@ class Gemma4(Sparse, Gemma2):
             return mlp
         assert isinstance(mlp, GatedMlp)
         router = weights.norm(f"{at}router_norm", config.rms_norm_eps)
+        of_ranks: dict[str, Any] = {"collectives": weights.collectives, "param_name": f"{at}experts"}
+        experts = self.expert_block(config, weights, at)
         return MlpBesideExperts(
             mlp=mlp,
-            sparse=SparseMlp(weights.linear(f"{at}router"), self.expert_block(config, weights, at), None, True),
+            sparse=SparseMlp(weights.linear(f"{at}router"), experts, None, True, **of_ranks),
             before_router=replace(router, weight=router.weight * config.hidden_size**-0.5),
             before_experts=weights.norm(f"{at}before_experts", config.rms_norm_eps),
             after_mlp=weights.norm(f"{at}after_dense", config.rms_norm_eps),
             after_experts=weights.norm(f"{at}after_experts", config.rms_norm_eps),
             expert_scales=weights.tensor(f"{at}expert_scales", torch.float32),
-            collectives=weights.collectives,
-            place=f"{at}experts",
         )
 
     def layer(self, config: ModelConfig, weights: Weights, index: int) -> Layer:
@@ -325,16 +331,22 @@ class Gemma4(Sparse, Gemma2):
         at, size = f"layers.{index}.", config.input_size
         found, scale = super().layer(config, weights, index), weights.tensor(f"{at}scale", torch.float32)
         assert isinstance(found, DecoderLayer)
-        input_block, after_input, after_mlp = None, None, found.after_mlp
+        input_block, mlp = None, found.mlp
         if size:
             gate, out = weights.linear(f"{at}input_gate"), weights.linear(f"{at}input_out")
-            input_block = PerLayerInput(gate, out, index * size, config.num_hidden_layers * size, config.activation)
             after_input = _scaled(weights.norm(f"{at}after_input", config.rms_norm_eps), scale)
-        elif after_mlp is not None:
-            after_mlp = _scaled(after_mlp, scale)
+            input_block = PerLayerInput(
+                gate,
+                out,
+                index * size,
+                config.num_hidden_layers * size,
+                config.activation,
+                output_norm=after_input,
+            )
+        elif mlp.output_norm is not None:
+            mlp = replace(mlp, output_norm=_scaled(mlp.output_norm, scale))
         inputs = _per_layer_embedding(config, weights) if size and index == 0 else None
-        own = vars(found) | {"after_mlp": after_mlp}
-        return Gemma4Layer(**own, inputs=inputs, input_block=input_block, after_input=after_input, scale=scale)
+        return Gemma4Layer(**vars(found) | {"mlp": mlp}, inputs=inputs, input_block=input_block, scale=scale)
 
 
 def _per_layer_embedding(config: Gemma4Config, weights: Weights) -> PerLayerEmbedding:

@@ -86,7 +86,7 @@ class Lfm2(Hybrid):
     def recurrent_mixer(self, config: ModelConfig, weights: Weights, at: str) -> Mixer:
         bias = weights.tensor(f"{at}conv_bias", torch.float32) if config.mixer.has_bias else None
         return ShortConv(
-            weights.linear(f"{at}in_proj"), conv_weight(weights, f"{at}conv"), bias, weights.linear(f"{at}out_proj")
+            weights.linear(f"{at}in_proj"), weights.linear(f"{at}out_proj"), conv_weight(weights, f"{at}conv"), bias
         )
 
 

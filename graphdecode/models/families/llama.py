@@ -1,9 +1,10 @@
 """Llama (Touvron et al., 2023): norms before attention and the gated MLP; optional biases."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, ClassVar
 
-from graphdecode.models.blocks import Attention, DecoderLayer, FeedForward, GatedMlp, Layer, Mixer
+from graphdecode.models.blocks import Attention, DecoderLayer, FeedForward, GatedMlp, Identity, Layer, Mixer
 from graphdecode.models.config import ModelConfig, all_but_every, common_fields, flag, layer_windows
 from graphdecode.models.family import Family, outer_weights
 from graphdecode.models.weight_map import Part, Run, WeightMap, product
@@ -81,12 +82,15 @@ class Llama(Family):
 
     def layer(self, config: ModelConfig, weights: Weights, index: int) -> Layer:
         """Read and return one layer, with the norms that the map has."""
-        norms = [
-            weights.optional_norm(f"layers.{index}.{place}", config.rms_norm_eps)
-            for place in ("before_attention", "after_attention", "before_mlp", "after_mlp")
-        ]
+        at, eps, scale = f"layers.{index}.", config.rms_norm_eps, config.residual_scale
+        after_attention, after_mlp = (weights.optional_norm(f"{at}after_{each}", eps) for each in ("attention", "mlp"))
         mixer, mlp = self.mixer(config, weights, index), self.feed_forward(config, weights, index)
-        return DecoderLayer(norms[0], mixer, norms[1], norms[2], mlp, norms[3], config.residual_scale)
+        return DecoderLayer(
+            input_norm=weights.optional_norm(f"{at}before_attention", eps) or Identity(),
+            mixer=replace(mixer, output_norm=after_attention, output_scale=scale),
+            mlp_norm=weights.optional_norm(f"{at}before_mlp", eps) or Identity(),
+            mlp=replace(mlp, output_norm=after_mlp, output_scale=scale),
+        )
 
     def mixer(self, config: ModelConfig, weights: Weights, index: int) -> Mixer:
         """Return a layer's mixer: attention."""

@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 
 from graphdecode.linear.experts import StackLayout
-from graphdecode.models.blocks import Attention, Norm, ResidualStream, Routing, SparseMlp
+from graphdecode.models.blocks import Attention, Norm, Routing, SparseMlp
 from graphdecode.models.config import ModelConfig, count, flag, layer_windows, number
 from graphdecode.models.families.hybrid import renamed
 from graphdecode.models.families.llama import ATTENTION_BIASES
 from graphdecode.models.families.smollm3 import has_rope, ropes_or_none
 from graphdecode.models.families.sparse import Sparse
 from graphdecode.models.fields import layer_numbers
+from graphdecode.models.forward_context import ForwardContext, Hidden
 from graphdecode.models.recurrent_blocks import reordered
 from graphdecode.models.weight_map import WeightMap
 from graphdecode.models.weights import Weights
@@ -39,11 +40,11 @@ class Llama4Attention(Attention):
     order: Tensor | None  # int64 [(heads + 2 kv_heads) * head_dim], columns of the product; None: without rotation
     query_scales: Tensor | None  # float32 [positions]
 
-    def project(self, stream: ResidualStream) -> Tensor:
-        qkv = reordered(stream, super().project(stream), self.order, "qkv")
+    def project(self, x: Hidden, context: ForwardContext) -> Tensor:
+        qkv = reordered(super().project(x, context), self.order, "qkv", context)
         if self.query_scales is not None:
             last = len(self.query_scales) - 1
-            for span, part in stream.parts():
+            for span, part in context.parts():
                 scales = self.query_scales.index_select(0, part.positions.clamp(0, last))
                 qkv[span, : self.o.in_features].mul_(scales[:, None])
         return qkv
@@ -53,14 +54,13 @@ class Llama4Attention(Attention):
 class InputScaledMlp(SparseMlp):
     """Experts whose inputs, not outputs, are multiplied by the sigmoid of their logit."""
 
-    def outputs(self, stream: ResidualStream, logits: Tensor, routing: Routing) -> Tensor:
+    def outputs(self, hidden: Tensor, logits: Tensor, routing: Routing, context: ForwardContext) -> Tensor:
         """Return the experts' outputs of all pairs; their weights become 1."""
         # torch's vectorized and scalar code differ in the last bit, which float64 rounds away
         scales = torch.sigmoid(logits.gather(1, routing.ids.clamp(min=0).long()).double())
         routing.weights.fill_(1.0)
-        hidden = stream.hidden
         scaled = (hidden[:, None] * scales.to(hidden.dtype)[:, :, None]).flatten(0, 1)
-        return replace(self.experts, top_k=1).run(stream, scaled, routing)
+        return replace(self.experts, top_k=1)(scaled, routing, context)
 
 
 class Llama4(Sparse):

@@ -3,8 +3,10 @@
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from torch import Tensor
+
 from graphdecode.cache import LayerState
-from graphdecode.models.blocks import FeedForward, Layer, Mixer, Norm, ResidualStream
+from graphdecode.models.blocks import Addend, FeedForward, Layer, Mixer, Norm
 from graphdecode.models.config import ModelConfig
 from graphdecode.models.families.hybrid import (
     MAMBA2_DEFAULTS,
@@ -17,6 +19,7 @@ from graphdecode.models.families.hybrid import (
 from graphdecode.models.families.llama import norms_at
 from graphdecode.models.family import outer_weights
 from graphdecode.models.fields import layer_numbers
+from graphdecode.models.forward_context import ForwardContext
 from graphdecode.models.weight_map import WeightMap
 from graphdecode.models.weights import Weights
 
@@ -28,12 +31,18 @@ class OneBlockLayer(Layer):
     input_norm: Norm
     block: Mixer | FeedForward
 
-    def run(self, stream: ResidualStream, cache: LayerState) -> None:
-        stream.norm(self.input_norm)
+    def __call__(
+        self, x: Addend, residual: Tensor, context: ForwardContext, cache: LayerState
+    ) -> tuple[Addend, Tensor]:
+        hidden, residual = self.input_norm(x, residual, context, into=self.block.input_linear)
         if isinstance(self.block, Mixer):
-            self.block.run(stream, cache)
-        else:
-            self.block.run(stream)
+            return self.block(hidden, residual, context, cache)
+        return self.block(hidden, residual, context)
+
+    def append(self, x: Addend, residual: Tensor, context: ForwardContext, cache: LayerState) -> None:
+        if isinstance(self.block, Mixer):
+            hidden, residual = self.input_norm(x, residual, context, into=self.block.input_linear)
+            self.block.append(hidden, residual, context, cache)
 
 
 class Mamba2Family(Mamba2Hybrid):

@@ -4,14 +4,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from torch import Tensor
+
 from graphdecode.cache import Recurrent
 from graphdecode.errors import shown
 from graphdecode.linear.weight_form import Stored, WeightForm
-from graphdecode.models.blocks import FeedForward, Mixer, ResidualStream
+from graphdecode.models.blocks import Addend, FeedForward, Mixer
 from graphdecode.models.config import ModelConfig, UnsupportedModelError, choice, count, flag, number
 from graphdecode.models.families.hybrid import mamba2_sizes, renamed
 from graphdecode.models.families.llama import Llama, head_run
 from graphdecode.models.families.mamba2 import Mamba2Family
+from graphdecode.models.forward_context import ForwardContext, Hidden
 from graphdecode.models.weight_map import WeightMap, product
 from graphdecode.models.weights import Weights
 
@@ -36,12 +39,14 @@ class SquaredReluMlp(FeedForward):
     up: WeightForm  # [intermediate, hidden]
     down: WeightForm  # [hidden, intermediate]
 
-    def run(self, stream: ResidualStream) -> None:
-        up = stream.buffer_for(self.up)
-        stream.project(self.up, up)
-        activated = stream.buffer(self.down.in_features, use="activated")
-        activated.copy_(up.relu_().square_())
-        stream.set_output(self.down, activated)
+    @property
+    def input_linear(self) -> WeightForm:
+        return self.up
+
+    def __call__(self, x: Hidden, residual: Tensor, context: ForwardContext) -> tuple[Addend, Tensor]:
+        activated = context.buffer(self.down.in_features, use="activated")
+        activated.copy_(context.linear(self.up, x).relu_().square_())
+        return self.output_linear(self.down, activated, residual, context)
 
 
 class NemotronH(Mamba2Family):

@@ -1,6 +1,7 @@
 """Mixtures of experts: fields, tensor names and layers, shared by their families."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from graphdecode.linear.experts import Gate
@@ -9,7 +10,6 @@ from graphdecode.models.blocks import Experts, FeedForward, GatedMlp, SparseMlp
 from graphdecode.models.config import ExpertsConfig, ModelConfig, UnsupportedModelError, count, flag
 from graphdecode.models.families.llama import Llama
 from graphdecode.models.fields import layer_numbers
-from graphdecode.models.split_blocks import SummedMlp
 from graphdecode.models.weight_map import Part, Run, WeightMap, product
 from graphdecode.models.weights import Weights
 
@@ -72,7 +72,7 @@ class Sparse(Llama):
             gate_up, down = weights.linear(f"{at}gate_up"), weights.linear(f"{at}down", is_partial=True)
             shared = GatedMlp(gate_up, down, config.activation)
         sparse = self.sparse_mlp(config, weights, at, shared)
-        return sparse if weights.collectives is None else SummedMlp(sparse, weights.collectives, f"{at}experts")
+        return replace(sparse, collectives=weights.collectives, param_name=f"{at}experts")
 
     def sparse_mlp(self, config: ModelConfig, weights: Weights, at: str, shared: GatedMlp | None) -> SparseMlp:
         """Return router and experts of the layer whose places begin with `at`, beside the shared expert, if any."""

@@ -20,9 +20,10 @@ from graphdecode.linear.adapted import AdapterSpan
 from graphdecode.linear.experts import ExpertForm
 from graphdecode.linear.weight_form import WeightForm
 from graphdecode.models.adapters import AdapterSlots
-from graphdecode.models.blocks import Attend, Tokens, append_tokens, each_once
+from graphdecode.models.blocks import each_once
 from graphdecode.models.config import ModelShape, UnsupportedModelError
 from graphdecode.models.decoder import attend_chunks, attend_step, tokens_of
+from graphdecode.models.forward_context import Attend, Tokens, append_tokens
 from graphdecode.models.model import Chunks, Model
 from graphdecode.models.transformers_backend.masks import code_of_mask, visible_of
 from graphdecode.models.transformers_backend.states import ModuleStates, inputs_of
@@ -215,7 +216,12 @@ class ModuleDecoder(Model):
         return self._run(self.module, step).logits[0].float()
 
     def prefill(
-        self, chunks: Chunks, caches: Sequence[LayerState], attention: TokenByTokenAttention | None = None
+        self,
+        chunks: Chunks,
+        caches: Sequence[LayerState],
+        attention: TokenByTokenAttention | None = None,
+        *,
+        with_logits: bool = True,
     ) -> Any:
         """Append the keys and values of tokens, and return what `logits` takes; see `Model.prefill`."""
         step = _Pass(tokens_of(chunks), caches, attend_chunks(chunks, attention))

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from graphdecode.cache import LayerState, stateful
-from graphdecode.models.blocks import StateStep, Tokens
 from graphdecode.models.config import UnsupportedModelError
+from graphdecode.models.forward_context import StateStep, Tokens
 
 Shape = tuple[int, ...]
 
