@@ -7,9 +7,6 @@
     python tools/elsewhere.py llama-ids FILE.gguf FILE                        its token ids of lines of text
     python tools/elsewhere.py llama-quantize FILE.gguf OUT TYPE               a file in another of its types
     python tools/elsewhere.py vllm-tokens FOLDER                              seconds of vLLM in bf16, line by line
-    python tools/elsewhere.py perplexity transformers|vllm MODEL DTYPE FILE   perplexities of token ids
-    python tools/elsewhere.py write-nf4 PLAIN OUT DEQUANTIZED [nested]        a checkpoint in nf4 by bitsandbytes
-    python tools/elsewhere.py unpack MODEL OUT                                GPTQ or AWQ as vLLM's functions unpack it
 
 Programs that go line by line read JSON lines with `prompts`, lists of token ids, and `new_tokens`, and decode greedily.
 With `plain`, llama.cpp does not repack weights: on some processors repacked ones crash.
@@ -19,17 +16,14 @@ from __future__ import annotations
 
 import ctypes
 import json
-import math
 import os
 import runpy
-import shutil
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
 
-MODEL_FILE = "model.safetensors"
 Prompts = list[list[int]]
 
 
@@ -243,93 +237,6 @@ def vllm_tokens(folder: str) -> None:
     answer_lines(answered, answers)
 
 
-def perplexity_by_transformers(model: str, dtype: str) -> Callable[[list[int]], float]:
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, CompressedTensorsConfig
-
-    settings = getattr(AutoConfig.from_pretrained(model), "quantization_config", None)
-    is_compressed = settings is not None and settings["quant_method"] == "compressed-tensors"
-    options = {"quantization_config": CompressedTensorsConfig(dequantize=True)} if is_compressed else {}
-    loaded = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype), **options).eval()
-
-    @torch.no_grad()
-    def perplexity(ids: list[int]) -> float:
-        logits = loaded(torch.tensor([ids])).logits[0, :-1].double()
-        return math.exp(torch.nn.functional.cross_entropy(logits, torch.tensor(ids[1:])))
-
-    return perplexity
-
-
-def perplexity_by_vllm(model: str, dtype: str) -> Callable[[list[int]], float]:
-    llm, params_of = vllm_of(model, dtype, 1, max_model_len=1024, max_num_seqs=1, enforce_eager=True)
-
-    def perplexity(ids: list[int]) -> float:
-        params = params_of(prompt_logprobs=0, max_tokens=1, detokenize=False)
-        (output,) = llm.generate([{"prompt_token_ids": ids}], params, use_tqdm=False)
-        scored = [entry[token].logprob for entry, token in zip(output.prompt_logprobs, ids, strict=True) if entry]
-        return math.exp(-sum(scored) / len(scored))
-
-    return perplexity
-
-
-def perplexity(reader: str, model: str, dtype: str, file: str) -> None:
-    answers = json_output()
-    of_ids = {"transformers": perplexity_by_transformers, "vllm": perplexity_by_vllm}[reader](model, dtype)
-    found = {name: of_ids(ids) for name, ids in json.loads(Path(file).read_text()).items()}
-    print(json.dumps(found), file=answers, flush=True)
-
-
-def write_nf4(plain: str, out: str, dequantized: str, nested: str = "") -> None:
-    """Write a checkpoint in nf4, and in float32 what bitsandbytes dequantizes it to."""
-    import bitsandbytes
-    import torch
-    from safetensors.torch import load_file, save_file
-    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
-
-    config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=bool(nested))
-    model = AutoModelForCausalLM.from_pretrained(plain, quantization_config=config, dtype=torch.bfloat16)
-    rest = shutil.ignore_patterns(MODEL_FILE)
-    shutil.copytree(plain, out, ignore=rest)
-    model.save_pretrained(out)
-    shutil.copytree(plain, dequantized, ignore=rest)
-    tensors = load_file(Path(plain) / MODEL_FILE)
-    for name, module in model.named_modules():
-        if isinstance(module, bitsandbytes.nn.Linear4bit):
-            state = module.weight.quant_state
-            state.dtype = torch.float32  # else weights are rounded twice
-            tensors[f"{name}.weight"] = bitsandbytes.functional.dequantize_4bit(module.weight.data, state)
-    save_file(tensors, Path(dequantized) / MODEL_FILE, metadata={"format": "pt"})
-
-
-def unpack(model: str, out: str) -> None:
-    """Write safetensors with each GPTQ or AWQ weight in float32."""
-    import torch
-    from safetensors.torch import load_file, save_file
-    from vllm.model_executor.layers.quantization.auto_awq import _REVERSE_AWQ_PACK_ORDER
-    from vllm.model_executor.layers.quantization.utils.quant_utils import unpack_quantized_values_into_int32
-    from vllm.scalar_type import scalar_types
-
-    settings = json.loads((Path(model) / "config.json").read_text())["quantization_config"]
-    is_awq, bits = settings["quant_method"] == "awq", settings["bits"]
-    kind = {4: scalar_types.uint4, 8: scalar_types.uint8}[bits]
-    tensors = load_file(Path(model) / MODEL_FILE)
-    weights = {}
-    for module in (name.removesuffix(".qweight") for name in tensors if name.endswith(".qweight")):
-        stored, stored_zeros, scales = (tensors[f"{module}.{end}"] for end in ("qweight", "qzeros", "scales"))
-        codes = unpack_quantized_values_into_int32(stored, kind, packed_dim=int(is_awq))
-        zeros = unpack_quantized_values_into_int32(stored_zeros, kind, packed_dim=1)
-        if is_awq:
-            codes, zeros = (
-                found.unflatten(1, (-1, 8))[..., _REVERSE_AWQ_PACK_ORDER].flatten(1) for found in (codes, zeros)
-            )
-            groups = torch.arange(len(codes)) // settings["group_size"]
-        else:
-            zeros = (zeros + (settings["checkpoint_format"] == "gptq")) % 2**bits
-            groups = tensors[f"{module}.g_idx"].long()
-        weights[f"{module}.weight"] = ((codes - zeros[groups]) * scales.float()[groups]).T.contiguous()
-    save_file(weights, out)
-
-
 PROGRAMS: tuple[Callable[..., None], ...] = (
     llama_gguf,
     llama_lookup,
@@ -338,9 +245,6 @@ PROGRAMS: tuple[Callable[..., None], ...] = (
     llama_ids,
     llama_quantize,
     vllm_tokens,
-    perplexity,
-    write_nf4,
-    unpack,
 )
 
 if __name__ == "__main__":

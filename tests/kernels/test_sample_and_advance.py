@@ -182,7 +182,7 @@ def test_dead_rows_with_hostile_slots_change_nothing() -> None:
 
 @pytest.mark.parametrize("seed", range(2))
 def test_odd_rows_with_odd_wishes_get_the_tokens_of_the_torch_version(seed: int, device: str) -> None:
-    """A few of the rows of `tools/check sampler`."""
+    """Rows with every kind of logits and parameters, over a vocabulary of several blocks."""
     rows = 30
     logits, positions, slots, counts, recent, sizes = hostile_rows(rows, 1000 + seed)
     live = torch.tensor([rows - 1], dtype=torch.int32)

@@ -3,8 +3,7 @@
     tools/bench quantized prepare FOLDER --llama-python PYTHON   SmolLM2 in bf16, and a copy in each form
     tools/bench quantized measure FOLDER --out FILE              each in a process of its own, one after another
 
-Perplexity is that of two committed texts, in bf16. GGUF's types are written by llama.cpp. Hugging Face's quantized
-checkpoints, and greedy outputs: `tools/check forms`.
+Perplexity is that of two committed texts, in bf16. GGUF's types are written by llama.cpp.
 """
 
 from __future__ import annotations

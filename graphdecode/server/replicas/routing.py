@@ -1,6 +1,6 @@
 """Routing of requests: the least loaded replica, preferring one that has the prompt's prefix.
 
-Nothing here knows Ray: `tools/bench cluster` runs the same code at a thousand replicas.
+Nothing here knows Ray.
 """
 
 from __future__ import annotations
