@@ -46,8 +46,20 @@ if TYPE_CHECKING:  # for type checkers and editors; a test holds this and `_MODU
         CUDAGraphBatchDecodeWithPagedKVCacheWrapper as CUDAGraphBatchDecodeWithPagedKVCacheWrapper,
     )
     from graphdecode.surfaces.flashinfer import MultiLevelCascadeAttentionWrapper as MultiLevelCascadeAttentionWrapper
+    from graphdecode.surfaces.flashinfer import chain_speculative_sampling as chain_speculative_sampling
     from graphdecode.surfaces.flashinfer import fast_decode_plan as fast_decode_plan
+    from graphdecode.surfaces.flashinfer import min_p_sampling_from_probs as min_p_sampling_from_probs
+    from graphdecode.surfaces.flashinfer import sampling_from_logits as sampling_from_logits
+    from graphdecode.surfaces.flashinfer import sampling_from_probs as sampling_from_probs
     from graphdecode.surfaces.flashinfer import single_decode_with_kv_cache as single_decode_with_kv_cache
+    from graphdecode.surfaces.flashinfer import softmax as softmax
+    from graphdecode.surfaces.flashinfer import top_k_mask_logits as top_k_mask_logits
+    from graphdecode.surfaces.flashinfer import top_k_renorm_probs as top_k_renorm_probs
+    from graphdecode.surfaces.flashinfer import top_k_sampling_from_probs as top_k_sampling_from_probs
+    from graphdecode.surfaces.flashinfer import top_k_top_p_sampling_from_logits as top_k_top_p_sampling_from_logits
+    from graphdecode.surfaces.flashinfer import top_k_top_p_sampling_from_probs as top_k_top_p_sampling_from_probs
+    from graphdecode.surfaces.flashinfer import top_p_renorm_probs as top_p_renorm_probs
+    from graphdecode.surfaces.flashinfer import top_p_sampling_from_probs as top_p_sampling_from_probs
     from graphdecode.surfaces.flashinfer import trtllm_batch_decode_with_kv_cache as trtllm_batch_decode_with_kv_cache
     from graphdecode.surfaces.flashinfer import (
         trtllm_batch_decode_with_kv_cache_mla as trtllm_batch_decode_with_kv_cache_mla,
@@ -105,8 +117,20 @@ _NAMES = {  # module -> the public names that it has
         "BatchMLAPagedAttentionWrapper",
         "CUDAGraphBatchDecodeWithPagedKVCacheWrapper",
         "MultiLevelCascadeAttentionWrapper",
+        "chain_speculative_sampling",
         "fast_decode_plan",
+        "min_p_sampling_from_probs",
+        "sampling_from_logits",
+        "sampling_from_probs",
         "single_decode_with_kv_cache",
+        "softmax",
+        "top_k_mask_logits",
+        "top_k_renorm_probs",
+        "top_k_sampling_from_probs",
+        "top_k_top_p_sampling_from_logits",
+        "top_k_top_p_sampling_from_probs",
+        "top_p_renorm_probs",
+        "top_p_sampling_from_probs",
         "trtllm_batch_decode_with_kv_cache",
         "trtllm_batch_decode_with_kv_cache_mla",
         "xqa_batch_decode_with_kv_cache",

@@ -80,7 +80,7 @@ _OF_FLASHINFER = {  # part of a name -> what to use instead
     "prefill": "LLM and Engine compute prompts; graphdecode.attention.cached_attention attends from many queries",
     "mla": "graphdecode.mla has latent attention over all keys of a row",
     "attention": "graphdecode.attention.cached_attention attends from many queries",
-    "sampling": "SamplingParams says how LLM and Engine sample",
+    "sampling": "graphdecode.sampling draws from probabilities and logits",
 }
 
 

@@ -17,7 +17,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 FLOORS = (
     # what people import
-    ("graphdecode", *(f"graphdecode.{name}" for name in ("__main__", "cascade", "cli", "decode", "mla"))),
+    ("graphdecode", *(f"graphdecode.{name}" for name in ("__main__", "cascade", "cli", "decode", "mla", "sampling"))),
     ("graphdecode.server",),
     ("graphdecode.profiling",),
     ("graphdecode.convert",),

@@ -132,7 +132,7 @@ def test_the_version_is_the_installed_one() -> None:
     [
         ("BatchPrefillWithPagedKVCacheWrapper", "graphdecode.attention.cached_attention attends from many queries"),
         ("single_prefill_with_kv_cache", "LLM and Engine compute prompts"),
-        ("top_k_top_p_sampling_from_probs", "SamplingParams"),
+        ("cake_top_k_top_p_sampling_from_probs", "graphdecode.sampling draws"),
     ],
 )
 @pytest.mark.parametrize("module", ["graphdecode", "graphdecode.decode", "graphdecode.surfaces.flashinfer"])

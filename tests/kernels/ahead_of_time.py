@@ -81,7 +81,7 @@ from graphdecode.kernels.sampling.sampling_slots import (
 )
 from graphdecode.kernels.speculation import ngram_draft, verify_drafts
 from graphdecode.kernels.speculation.verify_drafts import DRAFT_COLUMNS
-from graphdecode.kernels.surfaces import query_rows
+from graphdecode.kernels.surfaces import draw_tokens, filter_probs, query_rows
 from step_code.compiled import compiled
 from step_code.sass import usage_of
 
@@ -513,6 +513,26 @@ def adapter_cases() -> dict[str, Callable[[], None]]:
     return cases
 
 
+def probability_cases() -> dict[str, Callable[[], None]]:
+    """Return the filters of and draws from given probabilities, of rows on their way and of all at once."""
+    probs, tokens, floats = torch.empty(ROWS, VOCAB), torch.empty(ROWS, dtype=torch.int32), torch.empty(ROWS)
+    seeds, valid = torch.empty(ROWS, dtype=torch.int64), torch.empty(ROWS, dtype=torch.bool)
+
+    def filtered(values: torch.Tensor, *how: Any) -> Callable[[], None]:
+        return lambda: filter_probs.filter_probs_triton(values, values, tokens, *how)
+
+    def drawn(is_logits: bool) -> Callable[[], None]:
+        return lambda: draw_tokens.draw_tokens_triton(tokens, valid, probs, tokens, seeds, tokens, is_logits)
+
+    return {
+        "filter-first": filtered(probs, floats, floats, True, False, True),
+        "filter-joint": filtered(probs, floats, None, False, False, False),
+        "filter-logits": filtered(probs.bfloat16(), None, None, True, True, False),
+        "draw-probs": drawn(False),
+        "draw-logits": drawn(True),
+    }
+
+
 def measure(arch: int) -> dict[str, dict[str, int]]:
     """Compile every case for one architecture."""
     cases: dict[str, Callable[[], None]] = {}
@@ -539,6 +559,7 @@ def measure(arch: int) -> dict[str, dict[str, int]]:
     cases |= expert_cases()
     cases |= recurrent_cases()
     cases |= adapter_cases()
+    cases |= probability_cases()
     lens = torch.empty(ROWS, dtype=torch.int32)
     cases["plan"] = lambda: attention_plan.attention_plan_triton(lens, lens, lens, lens, attention_plan.PlanSizes(33))
     fixed = attention_plan.PlanSizes(33, 1024)

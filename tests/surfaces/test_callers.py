@@ -4,7 +4,7 @@ import types
 
 import pytest
 import torch
-from attention_oracle import Options
+from attention_oracle import Options, attend
 from paged_rows import PagedRows, tolerance
 
 import graphdecode as flashinfer
@@ -96,3 +96,34 @@ def test_as_vllm_decodes_by_block_tables(device):
         q_len_per_req=1,
     )  # fmt: skip
     assert_near(out, rows.expected(q, 1, Options(SCALE, sinks=sinks.cpu()))[0])
+
+
+def test_as_vllm_cascades(device):
+    rows, q = rows_of([32, 9, 1], device, 16), queries(3, device)  # a prefix of two pages, and two rows of their own
+    starts = [torch.tensor(each, dtype=torch.int32) for each in ([0, 3], [0, 2, 3], [0, 2], [0, 1, 2])]
+    wrapper = flashinfer.MultiLevelCascadeAttentionWrapper(2, workspace(device), "NHD")
+    wrapper.plan(
+        qo_indptr_arr=starts[:2], paged_kv_indptr_arr=starts[2:],
+        paged_kv_indices_arr=[rows.indices[:2].cpu(), rows.indices[2:]],
+        paged_kv_last_page_len=[rows.last_page_len[:1].cpu(), rows.last_page_len[1:].cpu()], num_qo_heads=HEADS,
+        num_kv_heads=KV_HEADS, head_dim=DIM, page_size=16, causal=True, sm_scale=SCALE, window_left=-1,
+        logits_soft_cap=0.0, q_data_type=torch.bfloat16, kv_data_type=torch.bfloat16,
+    )  # fmt: skip
+    out = wrapper.run(q, torch.stack([rows.k_cache, rows.v_cache], dim=1))
+    for row, own in ((0, slice(2)), (1, slice(2, 3))):
+        keys, values = (torch.cat([each[0], each[row + 1]]) for each in (rows.keys, rows.values))
+        assert_near(out[own], attend(q[own], keys, values, Options(SCALE))[0])
+
+
+def test_as_vllm_samples(device):
+    logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(2)).to(device)
+    k, p = torch.tensor([1, 5, 50], device=device), torch.tensor([1.0, 1e-3, 0.9], device=device)
+    probs = logits.softmax(dim=-1, dtype=torch.float32)
+    likely = logits.argmax(-1).tolist()
+    tokens = flashinfer.sampling.top_k_top_p_sampling_from_logits(logits, k, p, deterministic=True).view(-1)
+    assert tokens[:2].tolist() == likely[:2]
+    tokens = flashinfer.sampling.top_k_sampling_from_probs(probs, k, deterministic=True)
+    assert tokens[0] == likely[0]
+    tokens = flashinfer.sampling.top_p_sampling_from_probs(probs, p, deterministic=True)
+    assert tokens[1] == likely[1]
+    assert tokens.dtype == torch.int32

@@ -39,8 +39,6 @@ NOT_OFFERED = {
     "TransformerLayer.reset_fp8_meta_tensors": _TRAINING,
     "TransformerLayer.set_context_parallel_group": _TRAINING,
 }
-# classes that are not here at all
-ABSENT = {"top_k_top_p_sampling_from_probs"}
 # (function, parameter) -> why it has another default
 OTHER_DEFAULTS = {
     ("BatchDecodeWithPagedKVCacheWrapper.reset_workspace_buffer", "int_workspace_buffer"): "it has no effect",
@@ -68,9 +66,7 @@ def _found(name):
     """Return what a name means here; None: nothing."""
     owner, _, method = name.partition(".")
     places = (graphdecode, decode, mla)
-    found = (
-        None if owner in ABSENT else next((getattr(place, owner) for place in places if hasattr(place, owner)), None)
-    )
+    found = next((getattr(place, owner) for place in places if hasattr(place, owner)), None)
     if found is None or not method:
         return found
     found = inspect.getattr_static(found, method, None)
@@ -79,9 +75,9 @@ def _found(name):
 
 @pytest.mark.parametrize(("name", "parameters"), list(_rows()))
 def test_each_parameter_of_the_original_is_here_with_its_default(name, parameters):
-    owner, found = name.partition(".")[0], _found(name)
+    found = _found(name)
     if found is None or not callable(found):
-        assert name in NOT_OFFERED or owner in ABSENT, f"{name} is missing, and no line says why"
+        assert name in NOT_OFFERED, f"{name} is missing, and no line says why"
         return
     assert name not in NOT_OFFERED, f"{name} is here: its line can go"
     ours = inspect.signature(found).parameters
@@ -101,5 +97,3 @@ def test_each_parameter_of_the_original_is_here_with_its_default(name, parameter
 def test_each_line_is_about_a_function_of_an_original():
     known = {name for functions in SIGNATURES.values() for name in functions} | set(OURS.values())
     assert set(NOT_OFFERED) | {name for name, _ in OTHER_DEFAULTS} <= known
-    assert {name.partition(".")[0] for name in known} >= ABSENT
-    assert not any(hasattr(graphdecode, name) for name in ABSENT)

@@ -34,7 +34,12 @@ _ORIGINALS: dict[str, dict[str, tuple[str, ...]]] = {
         "flashinfer/page.py": (
             *("append_paged_kv_cache", "append_paged_mla_kv_cache", "get_batch_indices_positions", "get_seq_lens"),
         ),
-        "flashinfer/sampling.py": ("top_k_top_p_sampling_from_probs",),
+        "flashinfer/sampling.py": (
+            *("softmax", "sampling_from_logits", "sampling_from_probs", "top_p_sampling_from_probs"),
+            *("top_k_sampling_from_probs", "min_p_sampling_from_probs", "top_k_top_p_sampling_from_logits"),
+            *("top_k_top_p_sampling_from_probs", "top_p_renorm_probs", "top_k_renorm_probs", "top_k_mask_logits"),
+            "chain_speculative_sampling",
+        ),
     },
     "transformer_engine": {
         f"{_ATTENTION}/inference.py": (
