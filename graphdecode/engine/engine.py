@@ -114,8 +114,8 @@ class Engine:
             EngineStateError: it sleeps, or has no weights.
         """
         self._check_open()
-        if (why_not := self._why_not()) is not None:
-            raise EngineStateError(why_not)
+        if (reason := self._unavailable_reason()) is not None:
+            raise EngineStateError(reason)
         rules, params, adapter = self.rules, request.sampling_params, self.adapters.named(request.adapter)
         if not request.is_checked:
             rules.check(request)
@@ -254,7 +254,7 @@ class Engine:
             self._check_open()
             self._take_inbox()
             if (self._asleep or not self._has_weights) and self.loop.has_work:
-                self._fail_all(self._why_not() or _INTERRUPTED)  # added while `sleep` ran
+                self._fail_all(self._unavailable_reason() or _INTERRUPTED)  # added while `sleep` ran
             while self._finished_ids:
                 self._sequences.pop(self._finished_ids.pop(), None)
             self._broken = _INTERRUPTED
@@ -276,7 +276,7 @@ class Engine:
     def capture_waiting(self) -> bool:
         """If idle, capture one graph of `capture_when="idle"`; return whether one was captured."""
         with self._stepping:
-            return not (self._closed or self.has_work or self._why_not()) and self.runner.capture_waiting()
+            return not (self._closed or self.has_work or self._unavailable_reason()) and self.runner.capture_waiting()
 
     def update_weights(self, weights: str | Path | NamedTensors) -> None:
         """Copy other values into the weights, in place; no graph is captured again. Cached prefixes are dropped.
@@ -375,10 +375,10 @@ class Engine:
         with self._stepping:
             self._check_open()
             if "weights" in self._asleep or not self._has_weights:
-                raise EngineStateError(self._why_not())
+                raise EngineStateError(self._unavailable_reason())
             yield
 
-    def _why_not(self) -> str | None:
+    def _unavailable_reason(self) -> str | None:
         """Return why no request can be served; None if they can."""
         if self._asleep:
             return f"the engine sleeps ({', '.join(sorted(self._asleep))}): wake_up() first"

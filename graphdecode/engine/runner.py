@@ -179,42 +179,47 @@ class Runner:
     def launch(self, plan: LaunchPlan, meanwhile: Callable[[], None] | None = None) -> Launch:
         """Launch what is staged; with `meanwhile`, run that host work between the two halves of one step."""
         first, started, wanted, done = self.steps_launched, time.perf_counter(), plan.wanted, None
+        scores: Sequence[StepLogprobs | None] = ()
         with self.device_guard():
-            if not wanted.rows:
-                return Launch(0, range(first, first), 0, started, None, scores=self._prefill(plan))
-            is_one = self.steps_per_launch == 1 or plan.chunks or meanwhile is not None
+            is_one = not wanted.rows or self.steps_per_launch == 1 or plan.chunks or meanwhile is not None
+            is_scored = plan.chunks and any(chunk.scored for chunk in plan.chunks)  # the host reads their logits
             try:
-                shape = self.graphs.run(wanted, steps=None if is_one else plan.steps, meanwhile=meanwhile)
-                if shape is None:  # more prompt tokens than any graph holds
-                    shape, batch = wanted, self.buffers.narrow(wanted.rows)
-                    self.graphs.run_without_graph(wanted, lambda: self._run(wanted, batch, len(plan.chunks)))
+                shape: StepShape | None = wanted if plan.catches_up else None
+                if not (plan.catches_up or is_scored):
+                    shape = self.graphs.run(wanted, steps=None if is_one else plan.steps, meanwhile=meanwhile)
+                if shape is None:
+                    shape, scores = wanted, self._run_without_graph(plan)
             except BaseException:
-                self.step.rewind(first)  # keeps ring positions on the device equal to the host's
+                if wanted.rows:
+                    self.step.rewind(first)  # keeps ring positions on the device equal to the host's
                 raise
+            if not wanted.rows:
+                if self.step.drafting is not None:
+                    self.step.drafting.prefill(self.prompts.chunks(wanted, len(plan.chunks)))
+                return Launch(0, range(first, first), 0, started, None, scores=scores or [None] * len(plan.chunks))
             self.steps_launched += plan.steps * wanted.queries
             if not self.is_cpu:
                 done = torch.cuda.Event()
                 done.record()
         return Launch(wanted.rows, range(first, self.steps_launched), shape.rows, started, done, wanted.queries)
 
-    def _prefill(self, plan: LaunchPlan) -> list[StepLogprobs | None]:
-        """Run a prefill pass; scored prompts run without a graph, since the host reads their logits."""
-        scores: list[StepLogprobs | None] = [None] * len(plan.chunks)
-        chunks = self.prompts.chunks(plan.wanted, len(plan.chunks))
-        is_scored = any(chunk.scored for chunk in plan.chunks)
-        if not plan.catches_up and (is_scored or self.graphs.run(plan.wanted) is None):
-            passed = self.graphs.run_without_graph(plan.wanted, lambda: self.prompts.run(chunks, with_logits=is_scored))
-            scores = self.prompts.score(plan.chunks, passed)
-        if self.step.drafting is not None:
-            self.step.drafting.prefill(chunks)
-        return scores
+    def _run_without_graph(self, plan: LaunchPlan) -> list[StepLogprobs | None]:
+        """Run more prompt tokens than any graph holds, or scored prompts; return the log-probabilities of prompts."""
+        wanted, num_chunks = plan.wanted, len(plan.chunks)
+        if wanted.rows:
+            batch = self.buffers.narrow(wanted.rows)
+            self.graphs.run_without_graph(wanted, lambda: self._run(wanted, batch, num_chunks))
+            return []
+        chunks, is_scored = self.prompts.chunks(wanted, num_chunks), any(chunk.scored for chunk in plan.chunks)
+        passed = self.graphs.run_without_graph(wanted, lambda: self.prompts.run(chunks, with_logits=is_scored))
+        return self.prompts.score(plan.chunks, passed)
 
     def warm_up(self) -> None:
         """Run dummy prompts, so that no kernel is compiled while requests are served."""
-        with self.device_guard():
-            for chunks in self.prompts.dummies():
+        for chunks in self.prompts.dummies():
+            with self.device_guard():
                 self.prompts.stage(chunks)
-                self._prefill(LaunchPlan.of_chunks(chunks))
+            Runner.launch(self, LaunchPlan.of_chunks(chunks))  # each rank does so by itself
 
     def read(self, launch: Launch, *, logprobs: int | None = None) -> list[StepTokens]:
         """Wait for a launch and return the outputs of its steps; see `Step.read`."""
@@ -225,11 +230,11 @@ class Runner:
 
     def reports(self) -> dict[str, GraphReport]:
         """Return the graph reports of "steps", "prompts" and, if there are any, "mixed" steps."""
-        found = {kind: self.graphs.report(kind) for kind in KINDS}
-        largest, prompts = self.setting.prefill_tokens, found["prompts"].buckets
+        reports = {kind: self.graphs.report(kind) for kind in KINDS}
+        largest, prompts = self.setting.prefill_tokens, reports["prompts"].buckets
         if largest not in [bucket.bucket for bucket in prompts]:
             prompts.append(BucketReport(largest, "eager", choices=self.model.linear_choices(largest)))
-        return {kind: report for kind, report in found.items() if kind != "mixed" or report.buckets}
+        return {kind: report for kind, report in reports.items() if kind != "mixed" or report.buckets}
 
     def write_adapter(self, slot: int, adapter: Adapter) -> None:
         """Write an adapter into a slot of the model, in place."""
