@@ -66,6 +66,7 @@ def check(version, case, device, seed, with_lse=True):
     contiguous = case["page_size"] == 0
     shape = {"kv_heads": case["kv_heads"], "head_dim": case["head_dim"], "dtype": kv_dtype, "device": device}
     shape |= {"value_dim": case.get("value_dim"), "is_latent": "value_dim" in case}
+    shape |= {"is_in_parts": case.get("is_in_parts", False)}
     rows = PagedRows.random(
         lens, page_size=max(lens) + 2 if contiguous else case["page_size"], layout=case["layout"], seed=seed, **shape
     )
@@ -148,6 +149,13 @@ def test_values_may_be_the_last_channels_of_latent_keys(name, number, device):
     versions = {"triton": extend_attention_triton, "torch": extend_attention_torch, "native": extend_attention_native}
     case = LATENT | LATENT_CASES[number] | {"window_left": -1 + 10 * (number % 2), "sinks": number == 1}
     check(versions[name], case, device if name == "triton" else "cpu", number, with_lse=name != "native")
+
+
+@pytest.mark.parametrize("name", ["triton", "torch"])
+def test_latent_keys_may_be_in_parts(name, device):
+    version = extend_attention_triton if name == "triton" else extend_attention_torch
+    case = LATENT | LATENT_CASES[0] | {"window_left": 9, "sinks": True, "is_in_parts": True}
+    check(version, case, device if name == "triton" else "cpu", 0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

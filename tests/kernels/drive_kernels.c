@@ -155,6 +155,12 @@ static void run_decode_attention(struct memory *m, int threads, int64_t window) 
     PLACE(table, m->table, BATCH, ROW_PAGES);
     if (window >= 0) a.logits_soft_cap = 20.0, PLACE(sinks, m->sinks, HEADS);
     RUN(decode_attention);
+    /* latent keys in parts, each row's pages from the third one of the list on */
+    PLACE(out, m->attended, BATCH, HEADS, DIM / 2), PLACE(table, m->table, BATCH * ROW_PAGES);
+    PLACE(indptr, m->rows, BATCH);
+    PLACE(k_cache, m->cache[0], PAGES, PAGE, 1, DIM / 2), PLACE(v_cache, m->cache[1], PAGES, PAGE, 1, DIM / 2);
+    a.k_cache.stride[1] = a.v_cache.stride[1] = DIM / 2;
+    RUN(decode_attention);
 }
 
 static void run_extend_attention(struct memory *m, int threads, int64_t window) {

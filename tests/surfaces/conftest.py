@@ -40,9 +40,10 @@ def back_end(kind: str) -> Iterator[str]:
     planned = "graphdecode.attention.paged_decode"
     with pytest.MonkeyPatch.context() as patch, quick_interpreter(), Interpreted():
         patch.setattr(recorded, "bind", bound)
-        for module in (planned, "graphdecode.surfaces.flashinfer.batch_decode"):
+        surface = "graphdecode.surfaces.flashinfer"
+        for module in (planned, f"{surface}.batch_decode", f"{surface}.batch_mla"):
             patch.setattr(f"{module}.splits_rows", lambda _device: True)
-        for module in (planned, "graphdecode.surfaces.flashinfer.decode_problem"):
+        for module in (planned, f"{surface}.decode_problem", f"{surface}.latent_attention"):
             patch.setattr(f"{module}.wave_items_for", lambda *_, **__: WAVE_ITEMS)
         yield OWN
 

@@ -1,6 +1,7 @@
 """FlashInfer's attention over latent keys against float64: parts and one tensor, planned and without a plan."""
 
 import contextlib
+import functools
 import math
 from dataclasses import dataclass
 
@@ -176,6 +177,50 @@ def test_lengths_and_tables_of_a_run_take_the_place_of_the_planned_ones(device):
     before = wrapper.run(others.q_nope, others.q_pe, *others.caches)
     assert_near(wrapper.run(*given, **tables), latents.expected()[0])
     assert torch.equal(wrapper.run(others.q_nope, others.q_pe, *others.caches), before)
+
+
+@pytest.mark.parametrize("size", [1 << 20, 4 * HEADS * (CKV + 2) * 5, 1])
+def test_rows_are_split_as_often_as_the_workspace_has_room(size, backend):
+    latents = Latents.random([300, 0, 90], backend)
+    wrapper = BatchMLAPagedAttentionWrapper(torch.zeros(size, dtype=torch.uint8, device=backend))
+    sizes = (HEADS, CKV, KPE, PAGE, True, SCALE, torch.float32, torch.float32)
+    wrapper.plan(*latents.listed(backend), *sizes)
+    assert_near(wrapper.run(latents.q_nope, latents.q_pe, *latents.caches), latents.expected()[0])
+
+
+def test_tokens_behind_the_planned_ones_get_nothing_in_buffers_of_any_size(device):
+    held = [torch.zeros(n, dtype=torch.int32, device=device) for n in (5, 5, 32, 4)]
+    wrapper = BatchMLAPagedAttentionWrapper(torch.zeros(1 << 20, dtype=torch.uint8, device=device), True, *held)
+    for lens, counts in (([40, 33, 1], [2, 1, 1]), ([8], [3])):
+        latents = Latents.random(lens, device, counts)
+        wrapper.plan(*latents.listed(device), HEADS, CKV, KPE, PAGE, True, SCALE, torch.float32, torch.float32)
+    queries = (torch.cat([each, each, each]) for each in (latents.q_nope, latents.q_pe))
+    out = wrapper.run(*queries, *latents.caches)
+    assert_near(out[:3], latents.expected()[0])
+    assert not out[3:].any()
+
+
+@pytest.mark.parametrize("wrong", [-1, 99])
+@pytest.mark.parametrize("form", ["list", "table", "run", "trtllm"])
+def test_pages_that_there_are_not_are_refused_and_write_nothing(form, wrong):
+    latents = Latents.random([9, 20], "cpu")
+    lists, table, out = list(latents.listed("cpu")), latents.rows.table.clone(), torch.zeros(2, HEADS, CKV)
+    lists[2][-1] = table[1, 2] = wrong
+    wrapper, given = planned(latents, "cpu"), (latents.q_nope, latents.q_pe, *latents.caches, out)
+    sizes = (HEADS, CKV, KPE, PAGE, True, SCALE, torch.float32, torch.float32)
+    run = functools.partial(wrapper.run, *given)
+    if form == "list":
+        wrapper.plan(*lists, *sizes)
+    elif form == "table":
+        dense = {"cum_seq_lens_q": lists[0], "block_tables": table, "seq_lens": lists[3]}
+        wrapper.plan(None, None, None, None, *sizes, **dense)
+    elif form == "run":
+        run = functools.partial(run, kv_len=lists[3], page_table=table)
+    else:
+        run = functools.partial(attended, latents, "cpu", block_tables=table, out=out.unsqueeze(1))
+    with pytest.raises(ValueError, match=rf"pages must be in 0\.\.\d+, got .*{wrong}"):
+        run()
+    assert not out.any()
 
 
 STATES = [([40, 33, 1], [2, 1, 1]), ([3, 0], [1, 1]), ([8, 24, 16, 40], [1, 1, 1, 1])]

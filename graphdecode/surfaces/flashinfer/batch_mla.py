@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from graphdecode.attention.paged_decode import splits_rows
 from graphdecode.cache.errors import require_choice, require_fit, require_numbers, require_tensors
 from graphdecode.errors import shown
 from graphdecode.kernels.attention.attention_plan import (
@@ -108,6 +109,7 @@ class BatchMLAPagedAttentionWrapper:
         self._workspace, self._is_captured = float_workspace_buffer, use_cuda_graph
         self._contract: _Contract | None = None
         self._rows: MLARows | None = None  # of the plan
+        self._told: MLARows | None = None  # the same, as far as they were told on the host
         self._work: _Work | None = None
         self._least = 0  # queries that a later run has at least, if it is known
         self._buffers: MLARows | None = None
@@ -232,7 +234,8 @@ class BatchMLAPagedAttentionWrapper:
         if buffers is not None:
             rows.copy_to(buffers)
             rows = buffers
-        self._contract, self._rows, self._work, self._least = contract, rows, work, least or 0
+        told = given.on(torch.device("cpu")) if given.pages.is_cpu and self.device.type != "cpu" else rows
+        self._contract, self._rows, self._told, self._work, self._least = contract, rows, told, work, least or 0
 
     def _planned(self, contract: _Contract, rows: MLARows, queries: int, work: _Work | None = None) -> _Work:
         """Plan so many queries, into the tensors of a plan before if these are as many."""
@@ -259,8 +262,8 @@ class BatchMLAPagedAttentionWrapper:
         wave_items = problem.wave_items(self.device)
         items = work_items(queries, wave_items)
         held = self._workspace.nbytes // (4 * problem.floats_of_query)
-        if self.device.type != "cuda" or items <= held:
-            return items, PlanSizes(wave_items), self.device.type == "cuda"
+        if not splits_rows(self.device) or items <= held:
+            return items, PlanSizes(wave_items), splits_rows(self.device)
         most = min(wave_items, held)  # fewer splits fit too
         wave_items = most if queries <= most else (held - queries) // WAVES_WHEN_FULL
         if wave_items <= 0:  # no room for partial results
@@ -350,7 +353,7 @@ class BatchMLAPagedAttentionWrapper:
             raise ValueError("ckv_scale must not be 0, got 0.0")
         sm_scale = number_of("bmm1_scale", bmm1_scale, contract.sm_scale)
         out_scale, sinks = number_of("bmm2_scale", bmm2_scale), sinks_of(sinks, problem.num_heads, self.device)
-        rows, work = self._rows_and_work(contract, tokens, kv_len, page_table)
+        rows, work = self._rows_and_work(contract, tokens, len(caches[0]), kv_len, page_table)
         plan = SplitPlan(work.kv_lens, work.plan, *self._partials(problem, work), work.counters)
         attend_to_latents(
             out, lse, queries, caches, rows.pages.reshape(-1), work.starts, plan, max_items=work.max_items,
@@ -361,19 +364,22 @@ class BatchMLAPagedAttentionWrapper:
         return (out, lse) if return_lse and lse is not None else out
 
     def _rows_and_work(
-        self, contract: _Contract, tokens: int, kv_len: Tensor | None, page_table: Tensor | None
+        self, contract: _Contract, tokens: int, num_pages: int, kv_len: Tensor | None, page_table: Tensor | None
     ) -> tuple[MLARows, _Work]:
-        """Return the planned rows, or those of a table of this run's, and their plan."""
+        """Return the planned rows, or those of a table of this run's, and their plan; pages must be of the cache."""
         if kv_len is not None and page_table is not None:
             require_tensors(self.device, kv_len=kv_len, page_table=page_table)
             require_fit("kv_len", kv_len, (tokens,), torch.int32)
             require_fit("page_table", page_table, (tokens, "pages"), torch.int32)
             each = torch.arange(tokens + 1, dtype=torch.int32, device=self.device)
             rows = MLARows(each, None, page_table.contiguous(), kv_len)
+            rows.check_numbers(contract.problem.page_size, num_pages)
             return rows, self._planned(contract, rows, tokens)
-        held, work = self._rows, self._work
+        held, told, work = self._rows, self._told, self._work
         assert held is not None
+        assert told is not None
         assert work is not None
+        told.check_numbers(contract.problem.page_size, num_pages)
         if tokens > work.queries or (self._is_captured and held.kv_indptr is None):
             self._work = work = self._planned(contract, held, max(tokens, work.queries), work)
         return held, work

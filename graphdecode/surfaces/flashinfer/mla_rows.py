@@ -10,6 +10,7 @@ from torch import Tensor
 
 from graphdecode.cache.errors import require_fit, require_positive, require_tensors
 from graphdecode.errors import shown
+from graphdecode.kernels.attention.page_numbers import check_page_numbers
 from graphdecode.kernels.surfaces.query_rows import check_query_rows, query_rows
 
 
@@ -130,6 +131,12 @@ class MLARows(NamedTuple):
         if all(each is None or each.is_cpu for each in (self.q_indptr, self.kv_indptr, self.kv_lens)):
             first = None if self.kv_indptr is None else self.kv_indptr.numpy()
             check_query_rows(self.q_indptr.numpy(), first, self.kv_lens.numpy(), self._width, page_size)
+
+    def check_numbers(self, page_size: int, num_pages: int) -> None:
+        """Raise a ValueError for a page in host memory that a pool does not have."""
+        if self.pages.is_cpu and self.kv_lens.is_cpu and (self.kv_indptr is None or self.kv_indptr.is_cpu):
+            lens = self.kv_lens if self.kv_indptr is not None else self.kv_lens.clamp(max=self._width * page_size)
+            check_page_numbers(self.pages, self.kv_indptr, lens, page_size, num_pages, 0)
 
     def check_fit(self, buffers: MLARows) -> None:
         """Raise a ValueError if these do not fit into buffers of fixed addresses."""

@@ -6,7 +6,14 @@ import torch
 from torch import Tensor
 
 from graphdecode.attention.paged_decode import new_split_plan
-from graphdecode.cache.errors import require_choice, require_fit, require_numbers, require_range, require_tensors
+from graphdecode.cache.errors import (
+    require_choice,
+    require_fit,
+    require_numbers,
+    require_positive,
+    require_range,
+    require_tensors,
+)
 from graphdecode.kernels.attention.attention_plan import PlanSizes, attention_plan, work_items
 
 from .decode_problem import MAX_TOKENS, OUT_DTYPES, check_result, planned_dtypes, require_neutral, sinks_of
@@ -113,6 +120,7 @@ def trtllm_batch_decode_with_kv_cache_mla(
     problem, caches = _problem_of(packed, kv_cache, kv_lora_rank, qk_rope_head_dim)
     device, heads, rank = query.device, problem.num_heads, kv_lora_rank
     rows = _rows_of(query, block_tables, seq_lens, cum_seq_lens_q)
+    rows.check_numbers(problem.page_size, len(caches[0]))
     scales = [
         _scale_of(name, scale, device) for name, scale in (("bmm1_scale", bmm1_scale), ("bmm2_scale", bmm2_scale))
     ]
@@ -171,6 +179,7 @@ def _problem_of(
     if kv_cache.dim() == 4 and kv_cache.shape[1] == 1:
         kv_cache = kv_cache.squeeze(1)
     require_fit("query", query, ("tokens", "heads", "channels"))
+    require_positive(queries=len(query))
     require_fit("kv_cache", kv_cache, ("pages", "page_size", "channels"))
     dtypes = planned_dtypes(query.dtype, kv_cache.dtype, None)
     problem = LatentProblem(query.shape[1], rank, rope_dim, kv_cache.shape[1], *dtypes)
