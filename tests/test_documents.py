@@ -22,7 +22,7 @@ from graphdecode import LLM, BucketConfig, SamplingParams
 from graphdecode.graphs.errors import HAZARDS
 from graphdecode.linear.forms import FORMS
 from graphdecode.models.family import FAMILIES
-from graphdecode.models.installable import installable
+from graphdecode.models.model_path import installable
 from graphdecode.models.source import SOURCES
 
 ROOT = Path(__file__).parent.parent

@@ -10,7 +10,7 @@ from command_line import spawn_command
 from compiled_kernels import compiled
 
 from graphdecode.kernels.native.instructions import VARIABLE, available, instructions
-from graphdecode.models.installable import installable
+from graphdecode.models.model_path import installable
 
 ROOT = Path(__file__).parents[1]
 ALWAYS = (instructions().name, "avx2")

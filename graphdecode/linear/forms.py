@@ -49,21 +49,23 @@ def _known_forms() -> list[type[WeightForm]]:
     return FORMS
 
 
-def check_options(options: FormOptions, others: tuple[str, ...] = ()) -> list[type[WeightForm]]:
-    """Return the available forms, the preferred one first; raise ArgumentError if `quantize` names none.
+def _asked(options: FormOptions) -> list[type[WeightForm]]:
+    wanted = options.quantize
+    return [form for form in _known_forms() if form.quantize == wanted or (wanted is None and form.is_of_source)]
+
+
+def check_options(options: FormOptions, others: tuple[str, ...] = ()) -> None:
+    """Raise ArgumentError if `quantize` names no form, or none that is available.
 
     `others`: further values of `quantize`, for the message.
     """
-    wanted = options.quantize
-    asked = [form for form in _known_forms() if form.quantize == wanted or (wanted is None and form.is_of_source)]
+    asked = _asked(options)
     if not asked:
         names = dict.fromkeys((*(form.quantize for form in FORMS), *others))
         known = " or ".join(["None", *(repr(name) for name in names if name)])
         raise ArgumentError(f"quantize must be {known}, got {options.quantize!r}; a form {BRING_YOUR_OWN}")
-    available = [form for form in asked if not form.why_not(options)]
-    if not available:
+    if all(form.why_not(options) for form in asked):
         raise ArgumentError(f"quantize={options.quantize!r} {asked[-1].why_not(options)}")
-    return available
 
 
 def has_form(options: FormOptions) -> bool:
@@ -105,12 +107,13 @@ def tied_linear(weight: Tensor, source: TensorSource, names: LinearNames, option
 
 def quantized_form(source: TensorSource, names: LinearNames, options: FormOptions) -> type[WeightForm] | None:
     """Return the form that keeps a layer's weights quantized as stored; None: they are read as plain weights."""
-    return next((form for form in check_options(options) if form.keeps(source, names)), None)
+    return next((form for form in _asked(options) if form.keeps(source, names) and not form.why_not(options)), None)
 
 
 def _chosen(shape: tuple[int, ...], has_bias: bool, options: FormOptions) -> tuple[type[WeightForm], Choices]:
     """Return the first available form of plain weights, or the fastest of the measured forms."""
-    available = check_options(options)
+    check_options(options)
+    available = [form for form in _asked(options) if not form.why_not(options)]  # the preferred one first
     candidates = [form for form in available if not form.is_of_source] or available
     measured = {form.path: form for form in candidates if form.is_measured}
     if not candidates[0].is_measured or len(measured) == 1:

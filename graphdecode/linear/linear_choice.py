@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from statistics import geometric_mean
 from typing import Any, Self
@@ -52,9 +52,16 @@ class ChoiceCache:
     """A JSON file of measured choices by key, in `folder` (None: `cache_folder()`); file errors are ignored."""
 
     def __init__(self, folder: Path | None = None) -> None:
-        self._file = (folder or cache_folder()) / _FILE
-        self._choices = self._read()
+        self._folder = folder
         self._own: dict[str, Any] = {}
+
+    @cached_property
+    def _file(self) -> Path:
+        return (self._folder or cache_folder()) / _FILE
+
+    @cached_property
+    def _choices(self) -> dict[str, Any]:
+        return self._read()
 
     def get(self, key: str) -> Any | None:
         """Return the value of a key, or None."""
@@ -138,9 +145,12 @@ class LinearTuner:
         self.is_cold = model_bytes > _EVICTION_BYTES // 2
         self._eviction: Tensor | None = None
         self._cache = cache
-        self._software = software()
         self._counters: dict[torch.device, Tensor] = {}
         self._clock: GraphClock | None = None
+
+    @cached_property
+    def _software(self) -> str:
+        return software()
 
     def counters(self, device: torch.device) -> Tensor:
         """Return the counters that all small products on a GPU share; the products run one after another."""

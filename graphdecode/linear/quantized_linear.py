@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from graphdecode.kernels.linear.quantized_linear import QuantizedPanels, quantized_linear
+from graphdecode.kernels.native import library as native
 from graphdecode.linear.linear_choice import LinearChoice
 from graphdecode.linear.plain import Panels
 from graphdecode.linear.quantization.compressed_tensors import INT8_ROWS, quantized_groups
@@ -36,6 +37,12 @@ class QuantizedLinear(WeightForm):
     is_strided = True
     device: ClassVar[str]  # the type of the devices whose kernels multiply it
     plain: ClassVar[type[WeightForm]]  # the form for all other weights
+
+    @classmethod
+    def why_not(cls, options: FormOptions) -> str:
+        """Return a reason on other devices than those whose kernels multiply it."""
+        here = options.device.type
+        return "" if here == cls.device else f"needs a {cls.device} device, the device is {here}"
 
     @classmethod
     @abstractmethod
@@ -104,7 +111,8 @@ class PanelLinear(QuantizedLinear):
 
     @classmethod
     def why_not(cls, options: FormOptions) -> str:
-        return Panels.why_not(options)
+        missing = "" if native.library(options.dtype, "linear") is not None else "needs compiled kernels"
+        return super().why_not(options) or missing
 
     @classmethod
     def of_parts(

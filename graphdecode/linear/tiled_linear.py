@@ -38,11 +38,6 @@ class TiledLinear(QuantizedLinear):
     order: Tensor | None = None  # int32 [in_features], the input feature of each column; None: in order
 
     @classmethod
-    def why_not(cls, options: FormOptions) -> str:
-        is_cuda = options.device.type == "cuda"
-        return "" if is_cuda else f"needs a CUDA device, the device is {options.device.type}"
-
-    @classmethod
     def of_parts(
         cls, shape: tuple[int, ...], bias: Tensor | None, parts: list[QuantizedWeight], options: FormOptions
     ) -> Self | None:

@@ -7,7 +7,7 @@ forms and chooses.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass, field, fields
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias
 
@@ -241,15 +241,13 @@ class WeightForm(StoredForm):
         return self.choices.get(rows) or LinearChoice(self.path)
 
 
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yield a tensor, a form's tensors, or those in nested tuples."""
+def tensors_in(value: Any) -> list[Tensor]:
+    """Return a tensor, a form's tensors, or those in nested tuples."""
     if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, StoredForm):
-        yield from value.tensors
-    elif isinstance(value, tuple):
-        for part in value:
-            yield from tensors_in(part)
+        return [value]
+    if isinstance(value, StoredForm):
+        return value.tensors
+    return [tensor for part in value for tensor in tensors_in(part)] if isinstance(value, tuple) else []
 
 
 def fused_shape(source: TensorSource, names: tuple[str, ...]) -> tuple[int, ...]:

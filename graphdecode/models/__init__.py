@@ -1,12 +1,12 @@
 """Decoder models, and the loading of checkpoints."""
 
 from graphdecode.models.checkpoint import generation_defaults
+from graphdecode.models.compute import num_parameters, resolve_device, resolve_dtype
 from graphdecode.models.config import ModelConfig, ModelShape, UnsupportedModelError
 from graphdecode.models.decoder import Decoder
-from graphdecode.models.describe import adapter_bytes, check_model, describe_model, num_parameters
-from graphdecode.models.device import resolve_device, resolve_dtype
+from graphdecode.models.describe import adapter_bytes, check_model, describe_model, weight_bytes
 from graphdecode.models.family import Family, config_of, register_family
-from graphdecode.models.load import load_model, weight_bytes
+from graphdecode.models.load import load_model
 from graphdecode.models.model import Chunks, Model
 from graphdecode.models.model_path import ModelSourceError, resolve_model_path
 from graphdecode.models.source import register_source

@@ -21,8 +21,7 @@ from graphdecode.linear.weight_form import Shard, Stored
 from graphdecode.models.config import ModelConfig
 from graphdecode.models.family import config_of, family_of
 from graphdecode.models.fields import UnsupportedModelError, eos_token_ids, flag, read_json
-from graphdecode.models.installable import installed_as
-from graphdecode.models.model_path import link_outside, refuse_pointer, require_file, resolve_model_path
+from graphdecode.models.model_path import installed_as, link_outside, refuse_pointer, require_file, resolve_model_path
 from graphdecode.models.multimodal import text_names, text_settings
 from graphdecode.models.peft.fields import ADAPTER_FILE
 from graphdecode.models.weight_map import CheckpointError

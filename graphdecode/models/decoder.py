@@ -108,7 +108,7 @@ class Decoder(Model):
     @property
     def constants(self) -> list[Tensor]:
         """All tensors that a step only reads, without duplicates."""
-        return each_once(tensor for block in self.blocks for tensor in block.tensors)
+        return each_once([tensor for block in self.blocks for tensor in block.tensors])
 
     def products(self) -> Iterator[tuple[str, WeightForm | ExpertForm]]:
         """Yield name and form of each product of a step."""

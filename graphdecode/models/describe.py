@@ -1,15 +1,19 @@
 """What a model is and takes, found without reading its weights."""
 
+import math
 from pathlib import Path
 
 import torch
 
+from graphdecode.kernels.native import library as native
+from graphdecode.linear.quantization.registry import weight_type
 from graphdecode.models.config import ModelConfig, ModelShape
 from graphdecode.models.family import family_of
-from graphdecode.models.fit import checked_weight_map
+from graphdecode.models.fit import checked_weight_map, fitted_config
+from graphdecode.models.quantize_on_load import DEQUANTIZE
 from graphdecode.models.source import adopted_folder, open_source
 from graphdecode.models.transformers_backend import AdoptedConfig
-from graphdecode.models.weight_map import num_values
+from graphdecode.models.weight_map import Part, parts
 from graphdecode.models.weights import can_adapt, is_of_experts
 
 
@@ -36,13 +40,6 @@ def check_model(
     return config
 
 
-def num_parameters(config: ModelConfig | AdoptedConfig) -> int:
-    """Return the number of a model's parameters."""
-    if isinstance(config, AdoptedConfig):
-        return config.num_parameters
-    return num_values(family_of(config.architecture).weights(config))
-
-
 def adapter_bytes(
     config: ModelShape, slots: int, max_rank: int, dtype: torch.dtype, *, adapt_experts: bool = False
 ) -> int:
@@ -59,3 +56,31 @@ def adapter_bytes(
     adapted += of_experts if adapt_experts else []
     features = sum(family.adapted_features(config, place, weight_map[place]) for place in adapted)
     return slots * max_rank * features * dtype.itemsize
+
+
+def weight_bytes(
+    model: str | Path,
+    config: ModelConfig | AdoptedConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    quantize: str | None = None,
+) -> int:
+    """Return the bytes of all weights; quantized ones count as stored, without the scales of groups.
+
+    `model` and `quantize` are as for `load_model`; `dtype` is that of weights that are not kept quantized.
+    """
+    source = open_source(model)
+    if isinstance(config, AdoptedConfig):
+        return config.num_parameters * dtype.itemsize
+    config = fitted_config(source, config)
+    has_kernels = device.type != "cpu" or bool(native.is_expected(None))
+
+    def size(part: Part) -> int:
+        values, stored = math.prod(part.shape), source.tensors[part.name].dtype
+        quantized = None if quantize == DEQUANTIZE or not has_kernels else weight_type(stored)
+        if quantized is None or device.type not in quantized.devices:
+            return values * dtype.itemsize
+        return int(values * quantized.bits) // 8
+
+    return sum(map(size, parts(family_of(config.architecture).weights_in(config, source.tensors))))

@@ -73,7 +73,10 @@ def checked_weight_map(source: TensorSource, name: str, config: ModelConfig) -> 
     unused |= {name for pair in cache_scale_names(source.tensors, config.num_hidden_layers) for name in pair or ()}
     # quantizers write a bias of zeros for layers without one
     named = {part.name for part in parts(weight_map)}
-    biases = (name.removesuffix("weight") + "bias" for name in named if _is_quantized(source, name))
+    types = {stored.dtype for stored in source.tensors.values()}
+    quantized = {dtype for dtype in types if weight_type(dtype) is not None}
+    weights = [name for name in named if name in source.tensors and source.tensors[name].dtype in quantized]
+    biases = (weight.removesuffix("weight") + "bias" for weight in weights)
     unused |= {bias for bias in biases if bias in source.tensors and bias not in named and _is_zero(source, bias)}
     check(name, source.tensors, checked, frozenset(unused))
     return weight_map
@@ -88,10 +91,6 @@ def summary(names: list[str]) -> str:
     """Return how many tensors there are below each module, such as `12 of model.visual`."""
     below = Counter(".".join(name.split(".")[:2]) for name in names)
     return ", ".join(f"{count} of {module}" for module, count in below.items())
-
-
-def _is_quantized(source: TensorSource, name: str) -> bool:
-    return name in source.tensors and weight_type(source.tensors[name].dtype) is not None
 
 
 def _is_zero(source: TensorSource, name: str) -> bool:

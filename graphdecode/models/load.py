@@ -1,9 +1,7 @@
 """Loads a model from a source of weights."""
 
 import logging
-import math
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -12,60 +10,23 @@ from tqdm import tqdm
 
 from graphdecode.distributed import Collectives
 from graphdecode.errors import ArgumentError
-from graphdecode.kernels.native import library as native
-from graphdecode.linear.forms import check_options, has_form
-from graphdecode.linear.linear_choice import ChoiceCache, LinearTuner
-from graphdecode.linear.quantization.registry import online_quantizations, weight_type
-from graphdecode.linear.weight_form import FormOptions, TensorSource
 from graphdecode.memory import start_joining_pages, trim_heap
 from graphdecode.models.adapters import AdapterSlots
 from graphdecode.models.cache_scales import read_cache_scales
+from graphdecode.models.compute import FormRequest, form_options
 from graphdecode.models.config import ModelConfig, ModelShape
 from graphdecode.models.decoder import Decoder
-from graphdecode.models.device import resolve_dtype
 from graphdecode.models.family import HEAD, family_of
 from graphdecode.models.fit import checked_weight_map, fitted_config, skipped_tensors, summary
 from graphdecode.models.model import Model
 from graphdecode.models.quantize_on_load import DEQUANTIZE, Dequantized, quantizing_source, unless_stored_so
 from graphdecode.models.source import Source, adopted_folder, open_source
 from graphdecode.models.split import SplitSource, split_config
-from graphdecode.models.transformers_backend import AdoptedConfig, AdoptedFolder
-from graphdecode.models.weight_map import Part, WeightMap, num_values, parts
+from graphdecode.models.weight_map import WeightMap
 from graphdecode.models.weights import Weights, can_adapt
 
 log = logging.getLogger(__name__)
-
-
-_Compiled = Callable[[torch.dtype | None], object]  # whether there are compiled kernels for a dtype
 _TRIMMED_LAYERS = 4  # layers between two calls of `trim_heap`, which takes milliseconds
-
-
-def weight_bytes(
-    model: str | Path,
-    config: ModelConfig | AdoptedConfig,
-    dtype: torch.dtype,
-    device: torch.device,
-    *,
-    quantize: str | None = None,
-) -> int:
-    """Return the bytes of all weights; quantized ones count as stored, without the scales of groups.
-
-    `model` and `quantize` are as for `load_model`; `dtype` is that of weights that are not kept quantized.
-    """
-    source = open_source(model)
-    if isinstance(config, AdoptedConfig):
-        return config.num_parameters * dtype.itemsize
-    config = fitted_config(source, config)
-    has_kernels_here = device.type != "cpu" or bool(native.is_expected(None))
-
-    def size(part: Part) -> int:
-        values, stored = math.prod(part.shape), source.tensors[part.name].dtype
-        quantized = None if quantize == DEQUANTIZE or not has_kernels_here else weight_type(stored)
-        if quantized is None or device.type not in quantized.devices:
-            return values * dtype.itemsize
-        return int(values * quantized.bits) // 8
-
-    return sum(map(size, parts(family_of(config.architecture).weights_in(config, source.tensors))))
 
 
 def load_model(
@@ -112,44 +73,39 @@ def load_model(
     """
     device = torch.device(device)
     source = open_source(model, replaced)
-    quantize = unless_stored_so(quantize, source)
+    quantize = quantize and unless_stored_so(quantize, source)
     dequantizes = quantize == DEQUANTIZE
     folder = adopted_folder(source, model_impl, trust_remote_code=trust_remote_code)
     stated = source.config() if folder is None else folder.config
     config = fitted_config(source, stated, ties=ties) if isinstance(stated, ModelConfig) else stated
     if folder is not None and shared is not None:
         split_config(config, shared.count)  # raises
-    chosen = resolve_dtype(dtype, config.dtype, device, integer_quantized=config.integer_quantized)
-    if device.type == "cpu":
-        native.library(chosen)  # starts all compilations at the same time
-    if dequantizes:
-        quantize = None
-    if isinstance(config, AdoptedConfig):
-        num_parameters = config.num_parameters
-    else:
-        num_parameters = num_values(family_of(config.architecture).weights(config))
-    tuner = LinearTuner(num_parameters * chosen.itemsize, ChoiceCache())
-    options = FormOptions(device, chosen, tuner, batch_sizes, quantize, batch_invariant)
-    options = _checked_options(options, config, quantize_group_size)
+    request = FormRequest(dtype, batch_sizes, None if dequantizes else quantize, quantize_group_size, batch_invariant)
+    options = form_options(config, device, request)
     slots = (max_adapters, max_adapter_rank, adapt_experts)
     if folder is not None:
-        loaded = _load_adopted(folder, source, options, quantize, slots, progress, replaced or {})
+        if options.quantize != request.quantize:
+            raise ArgumentError(f"quantize={quantize!r} is not available for a model that transformers runs")
+        loaded: Model = folder.load(source, options, slots, progress=progress, replaced=replaced or {})
     else:
         assert isinstance(config, ModelConfig)
         family, weight_map = family_of(config.architecture), checked_weight_map(source, source.name, config)
         if replaced is None:
             _say_what_differs(source, config, stated)
-        quantizing = quantizing_source(source, config, options, quantize, quantize_group_size)
-        weights_from: TensorSource = quantizing or (Dequantized(source) if dequantizes else source)
-        own = weight_map = weight_map if quantizing is None else quantizing.weight_map
+        quantizing = None
+        if request.quantize or quantize_group_size is not None:
+            quantizing = quantizing_source(source, config, options, request.quantize, quantize_group_size)
+        whole_source = quantizing or (Dequantized(source) if dequantizes else source)
+        rank_map = weight_map = weight_map if quantizing is None else quantizing.weight_map
         positions = min(max_sequence_length or config.max_position_embeddings, config.max_position_embeddings)
         scales = read_cache_scales(source, config.num_hidden_layers, config.num_key_value_heads)
         whole, layouts = config, family.layouts(config) if max_adapters else ()
+        shard = None
         if shared is not None:
-            weights_from = shard = SplitSource(weights_from, weight_map, shared.rank, shared.count)
-            config, own = split_config(config, shared.count), shard.weight_map
+            shard = SplitSource(whole_source, weight_map, shared.rank, shared.count)
+            config, rank_map = split_config(config, shared.count), shard.weight_map
         adapters = AdapterSlots(*slots, options.dtype, device, whole, layouts) if max_adapters else None
-        weights = Weights(weights_from, own, options, positions, family.norm_offset, shared, adapters)
+        weights = Weights(shard or whole_source, rank_map, options, positions, family.norm_offset, shared, adapters)
         loaded = _build(config, weights, scales, weight_map, progress)
     trim_heap()
     if device.type == "cuda":
@@ -157,40 +113,6 @@ def load_model(
     elif device.type == "cpu" and replaced is None:
         start_joining_pages(loaded.constants)
     return loaded
-
-
-def _load_adopted(
-    folder: AdoptedFolder,
-    source: Source,
-    options: FormOptions,
-    quantize: str | None,
-    slots: tuple[int, int, bool],
-    progress: bool,
-    replaced: Mapping[str, Tensor],
-) -> Model:
-    if options.quantize != quantize:
-        raise ArgumentError(f"quantize={quantize!r} is not available for a model that transformers runs")
-    if slots[0] and slots[2]:
-        raise ArgumentError(f"adapt_experts is for models of our families, and transformers runs {source.name}")
-    folder.check_files(source)
-    adapters = AdapterSlots(*slots, options.dtype, options.device, folder.config) if slots[0] else None
-    return folder.load(options, adapters, progress=progress, replaced=replaced)
-
-
-def _checked_options(options: FormOptions, config: ModelShape, group_size: int | None) -> FormOptions:
-    """Return options with the form that `quantize` selects; raise ArgumentError if there is none."""
-    device, sizes, quantize = options.device, options.batch_sizes, options.quantize
-    if device.type == "cpu":
-        # one form serves all buckets: measure the smallest and the largest
-        options = replace(options, batch_sizes=tuple(sorted({min(sizes), max(sizes)})))
-    has_experts = isinstance(config, ModelConfig) and config.experts is not None
-    online = online_quantizations()
-    if quantize in online and (group_size is not None or has_experts or not has_form(options)):
-        options = replace(options, quantize=None)
-    check_options(options, (*online, DEQUANTIZE))
-    if options.batch_invariant:
-        _check_invariance(config, options)
-    return options
 
 
 def _say_what_differs(source: Source, config: ModelConfig, stated: ModelShape) -> None:
@@ -218,30 +140,10 @@ def _build(
     decoder = Decoder(config, stem, layers, head, cache_scales=scales, adapters=weights.adapters)
     if weights.adapters is not None:
         weights.adapters.keep(decoder.constants)
-        held = weights.adapters.parts  # adapters are read whole, then split
-        held.update({place: whole[place] for place in held if can_adapt(place) and held[place][0].split is not None})
+        slots = weights.adapters.parts  # adapters are read whole, then split
+        slots.update({name: whole[name] for name in slots if can_adapt(name) and slots[name][0].split is not None})
         if len(stem.embedding) == config.vocab_size:  # all of it, not quantized
             names = [layout["embedding"][0].name for layout in (whole, *weights.adapters.layouts)]
             names += [HEAD] * ("lm_head" not in whole)
             weights.adapters.bases.update({name.removesuffix(".weight"): stem.embedding for name in names})
     return decoder
-
-
-def _check_invariance(config: ModelShape, options: FormOptions) -> None:
-    if isinstance(config, AdoptedConfig):
-        raise ArgumentError(
-            f"batch_invariant=True needs operators of ours alone, and {config.architecture} is run by transformers"
-        )
-    if options.device.type == "cuda":
-        return
-    if native.library(options.dtype) is None:
-        raise ArgumentError(f"batch_invariant=True needs compiled kernels on a CPU: {native.why_not()}")
-    for head_dim in [config.head_dim, *(keys.head_dim for keys in config.layer_keys)]:
-        if head_dim % native.LANES:
-            multiple = f"a head_dim that is a multiple of {native.LANES}"
-            raise ArgumentError(f"batch_invariant=True needs {multiple} on a CPU, got {head_dim}")
-    for keys in config.layer_keys:
-        rope_dim = keys.head_dim - keys.latent_rank if keys.latent_rank else 0
-        if rope_dim % (2 * native.LANES):  # else torch attends
-            multiple = f"a qk_rope_head_dim that is a multiple of {2 * native.LANES}"
-            raise ArgumentError(f"batch_invariant=True needs {multiple} on a CPU, got {rope_dim}")

@@ -65,6 +65,8 @@ def check(name: str, tensors: Mapping[str, Stored], weight_map: WeightMap, unuse
     """Raise `CheckpointError` for tensors that are missing, unexpected, misshapen or of an unsupported type."""
     expected = {part.name: part.shape for part in parts(weight_map)}
     there = {name: tensors[name] for name in expected if name in tensors}
+    types = {stored.dtype for stored in there.values()}
+    unknown = {dtype for dtype in types - PLAIN_DTYPES.keys() if weight_type(dtype) is None}
     faults = {
         "missing": _by_layers((name, "") for name in expected if name not in there),
         "unexpected": _by_layers(
@@ -80,7 +82,7 @@ def check(name: str, tensors: Mapping[str, Stored], weight_map: WeightMap, unuse
         "of an unsupported type": _by_layers(
             (name, f"is {found.dtype} and should be one of {', '.join(PLAIN_DTYPES)}")
             for name, found in there.items()
-            if found.dtype not in PLAIN_DTYPES and weight_type(found.dtype) is None
+            if found.dtype in unknown
         ),
     }
     named = "; ".join(f"{kind}: {', '.join(names)}" for kind, names in faults.items() if names)

@@ -17,8 +17,8 @@ import torch
 from graphdecode import LLM, GraphdecodeError, SamplingParams
 from graphdecode.linear.quantization.groups import TABLES, Groups, packed, unpacked
 from graphdecode.linear.weight_form import Shard
-from graphdecode.models import generation_defaults, installable, model_path, resolve_model_path
-from graphdecode.models.installable import InstallableModel, ModelInstallError
+from graphdecode.models import generation_defaults, model_path, resolve_model_path
+from graphdecode.models.model_path import InstallableModel, ModelInstallError
 
 ROWS, COLUMNS, GROUP = 12, 80, 32  # the last group has 16 columns
 
@@ -241,8 +241,7 @@ def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> InstallableModel:
     for name, value in (("NO_INDEX", "1"), ("FIND_LINKS", str(tmp_path / "index")), ("TARGET", str(site))):
         monkeypatch.setenv(f"PIP_{name}", value)
     monkeypatch.syspath_prepend(str(site))
-    for module in (installable, model_path):
-        monkeypatch.setattr(module, "INSTALLABLE", [TOY])
+    monkeypatch.setattr(model_path, "INSTALLABLE", [TOY])
     importlib.invalidate_caches()
     return TOY
 

@@ -19,7 +19,7 @@ from graphdecode.engine.request import RequestRules
 from graphdecode.errors import ArgumentError
 from graphdecode.kernels.sampling.sampling_slots import SamplingCapacity
 from graphdecode.models import resolve_model_path
-from graphdecode.models.installable import installable
+from graphdecode.models.model_path import installable
 from graphdecode.server.completions import prepared_chat
 from graphdecode.server.messages import EngineReady
 from graphdecode.server.preprocessing import Preprocessor

@@ -20,7 +20,7 @@ from functools import partial
 from typing import Any
 
 from graphdecode.kernels.native.private_folder import FOLDER_VARIABLE
-from graphdecode.models.installable import installable
+from graphdecode.models.model_path import installable
 from harness import Out, Rounds, alternated, record, show, warn_if_slower, write
 
 QUESTION = "What is the capital of France?"

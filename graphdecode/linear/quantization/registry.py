@@ -35,7 +35,8 @@ _OUTSIDE = EntryPoints("graphdecode.quantization", lambda _, format: register_fo
 
 
 def _formats() -> list[type[QuantizationFormat]]:
-    _OUTSIDE.find()
+    if not _OUTSIDE.is_found:
+        _OUTSIDE.find()
     return list(FORMATS.values())
 
 

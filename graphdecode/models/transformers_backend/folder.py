@@ -70,18 +70,34 @@ class AdoptedFolder:
             )
 
     def load(
-        self, options: FormOptions, adapters: AdapterSlots | None, *, progress: bool, replaced: Mapping[str, Tensor]
+        self,
+        source: TensorSource,
+        options: FormOptions,
+        slots: tuple[int, int, bool],
+        *,
+        progress: bool,
+        replaced: Mapping[str, Tensor],
     ) -> ModuleDecoder:
-        """Read the weights, from safetensors only, and replace linear layers by forms with room for `adapters`.
+        """Read the weights, from safetensors only, and replace linear layers by forms.
 
-        `replaced` are tensors by the module's names that take the place of those of the files.
+        Args:
+            source: the folder's tensors, to check.
+            options: options of the forms.
+            slots: adapter slots, their rank, and whether experts shall have some.
+            progress: show a bar.
+            replaced: tensors by the module's names that take the place of those of the files.
 
         Raises:
+            ArgumentError: experts shall have adapters.
             CheckpointError: tensors are missing, of wrong shapes or unreadable.
         """
         from transformers import AutoModelForCausalLM
 
+        if slots[0] and slots[2]:
+            raise ArgumentError(f"adapt_experts is for models of our families, and transformers runs {self._folder}")
+        self.check_files(source)
         config = self.config
+        adapters = AdapterSlots(*slots, options.dtype, options.device, config) if slots[0] else None
         register()
         try:
             with _progress(progress):
