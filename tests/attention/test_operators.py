@@ -15,6 +15,7 @@ from graphdecode.attention.paged_decode import new_split_plan
 from graphdecode.kernels.attention.attention_plan import PlanSizes, plan_size
 from graphdecode.kernels.attention.attention_torch import flash_attention, plain_attention
 from graphdecode.kernels.native.registration import versions
+from graphdecode.kernels.surfaces import query_rows  # noqa: F401 (it registers the operator)
 from graphdecode.kernels.surfaces.merge_states import merge_state_in_place_triton, merge_states_triton
 
 OPERATORS = torch.ops.graphdecode
@@ -38,6 +39,8 @@ def test_operators_pass_opcheck(rows, device):
     sizes = PlanSizes(8, page_size=PAGE)
     arguments = (kv_lens, plan, rows.indptr, rows.last_page_len, *sizes, rows.indices.shape[0])
     opcheck(OPERATORS.paged_attention_plan.default, arguments, test_utils=CHECKS)
+    opcheck(OPERATORS.query_rows.default, (*torch.zeros_like(kv_lens.expand(2, 3)), rows.indptr, rows.indptr, lens,
+                                           rows.indices.shape[0], PAGE, True), test_utils=CHECKS)  # fmt: skip
     q = torch.randn(3, HEADS, DIM, device=device)
     lse = torch.zeros(3, HEADS, device=device)
     workspace = new_split_plan(torch.device(device), 3, 8, HEADS, DIM)[2:]
