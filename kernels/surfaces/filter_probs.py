@@ -85,14 +85,11 @@ def _filter_kernel(
     if HAS_K:
         k = tl.load(top_k + row).to(tl.int64)
         most = tl.where(k < 0, most, tl.maximum(k, 1))
-    share = tl.full([], float("inf"), tl.float64)
-    if HAS_P:
-        share = tl.load(top_p + row).to(tl.float64)
-        share = tl.where(share < 1.0, share, float("inf"))
     if HAS_K and (BY_COUNT_FIRST or not HAS_P):
         no_weight = tl.full([], float("inf"), tl.float64)
         lowest = _least_key(line, vocab, lowest, high, most, no_weight, IS_LOGITS, BLOCK)
     if HAS_P:
+        share = tl.load(top_p + row).to(tl.float64)
         whole = tl.full([], 1099511627776.0, tl.float64)
         if HAS_K and BY_COUNT_FIRST:
             sums = tl.zeros([BLOCK], tl.int64)
@@ -103,7 +100,8 @@ def _filter_kernel(
                 sums += (tl.where(kept, part, 0.0) * 1099511627776.0).to(tl.int64)
             whole = tl.sum(sums, axis=0).to(tl.float64)
             most = tl.full([], 9223372036854775807, tl.int64)
-        lowest = _least_key(line, vocab, lowest, high, most, share * whole, IS_LOGITS, BLOCK)
+        weight = tl.where(share < 1.0, share * whole, float("inf"))
+        lowest = _least_key(line, vocab, lowest, high, most, weight, IS_LOGITS, BLOCK)
     if HAS_MIN:
         lowest = tl.maximum(lowest, ordered_key(largest * tl.load(min_p + row)).to(tl.int64))
     norm = 1.0
@@ -191,8 +189,8 @@ def filter_probs(
         if top_k is not None and by_count_first:
             weights = weights.masked_fill(line < least, 0)
             whole, most = weights.sum(1, keepdim=True).double(), free
-        share = torch.where(top_p < 1.0, top_p.double(), torch.inf).unsqueeze(1)
-        least = torch.maximum(_least_value(line, weights, most, share * whole), least)
+        weight = torch.where(top_p.unsqueeze(1) < 1.0, top_p.double().unsqueeze(1) * whole, torch.inf)
+        least = torch.maximum(_least_value(line, weights, most, weight), least)
     if min_p is not None:
         least = torch.maximum(least, line[:, :1] * min_p.unsqueeze(1))
     kept = wide.masked_fill(wide < least, -torch.inf if is_logits else 0.0)

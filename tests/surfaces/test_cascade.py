@@ -16,10 +16,6 @@ from graphdecode import (
     Slot,
     StepBuffers,
 )
-from graphdecode.kernels.attention.attention_plan import attention_plan_triton
-from graphdecode.kernels.attention.decode_attention import decode_attention_triton
-from graphdecode.kernels.surfaces.merge_states import merge_state_in_place_triton
-from graphdecode.surfaces.flashinfer import cascade, cascade_level
 
 HEADS, KV_HEADS, DIM, PAGE = 8, 2, 64, 8
 TREE = [([5], [33]), ([2, 0, 3], [9, 4, 20]), ([1, 1, 1, 1, 1], [3, 17, 0, 8, 1])]  # of each level queries and keys
@@ -122,34 +118,12 @@ def test_each_query_sees_its_row_of_every_level(count, dtype, layout, device):
     assert torch.equal(wrapper.forward(q, torch.stack(caches, 1)), out)
 
 
-@pytest.fixture(params=["cpu", "interpreted"])
-def version(request, monkeypatch):
-    """The operators' versions for this device, and on a CPU the kernels in Triton's interpreter, with split rows."""
-    if request.param == "interpreted":
-        monkeypatch.setattr(cascade_level, "wave_items_for", lambda *_, **__: 8)
-        monkeypatch.setattr(cascade_level.DecodeProblem, "wave_items", lambda *_: 8)
-        monkeypatch.setattr(cascade_level, "attention_plan", attention_plan_triton)
-
-        def interpreted(out, lse, q, k, v, table, indptr, work, *, max_items, options, v_scale, positions):
-            decode_attention_triton(
-                out, lse, q, k, v, table, indptr, work, 1, max_items, options, v_scale, positions, None
-            )
-
-        monkeypatch.setattr(cascade_level, "decode_attention", interpreted)
-        monkeypatch.setattr(
-            cascade,
-            "merge_state_in_place",
-            lambda v, s, v_other, s_other: merge_state_in_place_triton(v, s, v_other, s_other, None),
-        )
-    return request.param
-
-
 @pytest.mark.parametrize("mode", ["NONE", "ROPE_LLAMA", "ALIBI"])
 @pytest.mark.parametrize("causal", [False, True])
-def test_every_option_means_what_it_means_over_all_levels(mode, causal, version, device):
-    levels = Levels([([6], [70]), ([2, 3, 1], [5, 19, 4])], device)
-    q = queries(6, device)
-    wrapper = MultiLevelCascadeAttentionWrapper(2, workspace(device))
+def test_every_option_means_what_it_means_over_all_levels(mode, causal, backend):
+    levels = Levels([([6], [70]), ([2, 3, 1], [5, 19, 4])], backend)
+    q = queries(6, backend)
+    wrapper = MultiLevelCascadeAttentionWrapper(2, workspace(backend))
     given = {"sm_scale": 0.2, "logits_soft_cap": 3.0, "rope_scale": 2.0, "rope_theta": 5e3, "causal": causal}
     levels.planned(wrapper, pos_encoding_mode=mode, **given)
     options = Options(0.2, soft_cap=3.0, mode=mode, rope_scale=2.0, rope_theta=5e3)
@@ -157,10 +131,10 @@ def test_every_option_means_what_it_means_over_all_levels(mode, causal, version,
 
 
 @pytest.mark.parametrize("lens", [[30, 9, 12], [2, 1, 3]])
-def test_a_window_of_one_level_is_that_of_the_sequence(lens, version, device):
-    levels = Levels([([2, 1, 3], lens)], device)
-    q = queries(6, device)
-    wrapper = levels.planned(MultiLevelCascadeAttentionWrapper(1, workspace(device)), window_left=4, causal=True)
+def test_a_window_of_one_level_is_that_of_the_sequence(lens, backend):
+    levels = Levels([([2, 1, 3], lens)], backend)
+    q = queries(6, backend)
+    wrapper = levels.planned(MultiLevelCascadeAttentionWrapper(1, workspace(backend)), window_left=4, causal=True)
     assert_near(wrapper.run(q, levels.cache), levels.expected(q, Options(DIM**-0.5, window_left=4), causal=True))
 
 

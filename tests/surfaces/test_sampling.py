@@ -14,13 +14,7 @@ from graphdecode.surfaces.flashinfer import sampling as functions
 VOCAB = 300
 
 
-@pytest.fixture(params=["operator", "interpreted"])
-def version(request, monkeypatch):
-    """The operators for this device, and their kernels in Triton's interpreter."""
-    if request.param == "interpreted":
-        monkeypatch.setattr(functions, "filter_probs", filter_probs_triton)
-        monkeypatch.setattr(functions, "draw_tokens", draw_tokens_triton)
-    return request.param
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # draws by the thousand are of compiled kernels
 
 
 def logits_of(rows, vocab=VOCAB, seed=0, device="cpu", dtype=torch.float32):
@@ -82,14 +76,14 @@ def test_softmax_divides_by_a_temperature_of_all_rows_or_of_each(device):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_top_k_keeps_the_largest_and_those_equal_to_the_last(dtype, version, device):
-    logits = logits_of(3, device=device, dtype=dtype)
+def test_top_k_keeps_the_largest_and_those_equal_to_the_last(dtype, backend):
+    logits = logits_of(3, device=backend, dtype=dtype)
     logits[1, 40:60] = 3.0
     logits[2, :290] = -math.inf
-    for top_k in (1, 7, VOCAB, torch.tensor([3, 10, 400], device=device), torch.tensor([2, 1, 20], device=device)):
+    for top_k in (1, 7, VOCAB, torch.tensor([3, 10, 400], device=backend), torch.tensor([2, 1, 20], device=backend)):
         masked = sampling.top_k_mask_logits(logits, top_k)
         ks = top_k.tolist() if isinstance(top_k, torch.Tensor) else [top_k] * 3
-        chosen = torch.stack([kept(line, k) for line, k in zip(logits, ks, strict=True)]).to(device)
+        chosen = torch.stack([kept(line, k) for line, k in zip(logits, ks, strict=True)]).to(backend)
         assert masked.dtype == dtype
         assert torch.equal(masked, logits.masked_fill(~chosen, -math.inf))
         probs = torch.softmax(logits.float(), -1).to(dtype)
@@ -101,11 +95,11 @@ def test_top_k_keeps_the_largest_and_those_equal_to_the_last(dtype, version, dev
         torch.testing.assert_close(found.double().cpu(), wanted, atol=close * 0.1, rtol=close)
 
 
-def test_top_p_keeps_the_most_likely_up_to_their_share_exactly(version, device):
-    probs = probs_of(6, device=device)
-    probs[1] = torch.tensor([0.5, 0.25, 0.125, 0.125] + [0.0] * (VOCAB - 4), device=device)
+def test_top_p_keeps_the_most_likely_up_to_their_share_exactly(backend):
+    probs = probs_of(6, device=backend)
+    probs[1] = torch.tensor([0.5, 0.25, 0.125, 0.125] + [0.0] * (VOCAB - 4), device=backend)
     probs[2] = 1.0 / VOCAB
-    for top_p in (0.0, 0.5, 0.75, 0.9, 1.0, torch.tensor([0.1, 0.5, 0.3, 0.99, 0.0, 0.7], device=device)):
+    for top_p in (0.0, 0.5, 0.75, 0.9, 1.0, torch.tensor([0.1, 0.5, 0.3, 0.99, 0.0, 0.7], device=backend)):
         ps = top_p.tolist() if isinstance(top_p, torch.Tensor) else [top_p] * 6
         chosen = torch.stack([kept(line, top_p=p) for line, p in zip(probs, ps, strict=True)])
         found = sampling.top_p_renorm_probs(probs, top_p)
@@ -126,14 +120,14 @@ FILTERS = [
 
 @pytest.mark.parametrize(("name", "filters"), FILTERS)
 @pytest.mark.parametrize("as_tensors", [False, True])
-def test_draws_have_the_distribution_that_the_filters_leave(name, filters, as_tensors, device):
+def test_draws_have_the_distribution_that_the_filters_leave(name, filters, as_tensors):
     count = 3000
-    probs = probs_of(3, 40, seed=5, device=device)
+    probs = probs_of(3, 40, seed=5, device=DEVICE)
     given = dict(filters)
     if as_tensors:
         for parameter in set(given) - {"filter_apply_order"}:
-            given[parameter] = torch.tensor([1, given[parameter], 1], device=device)
-    indices = torch.ones(count, dtype=torch.int64, device=device)
+            given[parameter] = torch.tensor([1, given[parameter], 1], device=DEVICE)
+    indices = torch.ones(count, dtype=torch.int64, device=DEVICE)
     samples, valid = getattr(sampling, name)(probs, **given, indices=indices, seed=11, offset=2, return_valid=True)
     assert samples.dtype == torch.int64
     assert valid.all()
@@ -143,10 +137,10 @@ def test_draws_have_the_distribution_that_the_filters_leave(name, filters, as_te
 
 
 @pytest.mark.parametrize("order", ["top_k_first", "joint"])
-def test_draws_from_logits_have_that_of_their_softmax(order, device):
+def test_draws_from_logits_have_that_of_their_softmax(order):
     count = 3000
-    logits = logits_of(2, 40, seed=6, device=device)
-    indices = torch.ones(count, dtype=torch.int32, device=device)
+    logits = logits_of(2, 40, seed=6, device=DEVICE)
+    indices = torch.ones(count, dtype=torch.int32, device=DEVICE)
     seeds = {"seed": 3, "offset": 8}
     probs = torch.softmax(logits[1].double(), -1)
     if order == "joint":
@@ -156,7 +150,7 @@ def test_draws_from_logits_have_that_of_their_softmax(order, device):
     assert_drawn_from(samples, renormed(probs, kept(probs, 12, 0.8, joint=order == "joint")))
 
 
-def test_both_versions_draw_the_same_tokens(monkeypatch):
+def test_interpreted_kernels_draw_what_the_operators_draw(monkeypatch):
     probs, indices = probs_of(5, seed=9), torch.arange(10) % 5
 
     def drawn():
@@ -170,10 +164,10 @@ def test_both_versions_draw_the_same_tokens(monkeypatch):
     assert drawn() == tokens
 
 
-def test_rows_without_a_choice_are_not_valid(version, device):
-    probs = probs_of(6, 20, device=device)
+def test_rows_without_a_choice_are_not_valid(backend):
+    probs = probs_of(6, 20, device=backend)
     probs[1], probs[2, 3], probs[3, 4], probs[4, :19] = 0.0, math.nan, math.inf, -1.0
-    indices = torch.tensor([0, 1, 2, 3, 4, 5, 6, -1], device=device)
+    indices = torch.tensor([0, 1, 2, 3, 4, 5, 6, -1], device=backend)
     for name, filters in FILTERS:
         samples, valid = getattr(sampling, name)(probs, **filters, indices=indices, seed=1, offset=1, return_valid=True)
         assert valid.tolist() == [True, False, False, False, True, True, False, False], name
@@ -185,14 +179,14 @@ def test_rows_without_a_choice_are_not_valid(version, device):
         sampling.sampling_from_logits(probs, check_nan=True)
 
 
-def test_draws_are_functions_of_seed_offset_output_and_row_alone(device):
-    probs = probs_of(1, device=device).expand(64, VOCAB)
+def test_draws_are_functions_of_seed_offset_output_and_row_alone():
+    probs = probs_of(1, device=DEVICE).expand(64, VOCAB)
 
     def drawn(seed, offset):
         return sampling.sampling_from_probs(probs, seed=seed, offset=offset).tolist()
 
     def words(*values):
-        return torch.tensor(values, device=device)
+        return torch.tensor(values, device=DEVICE)
 
     first = drawn(5, 9)
     assert first == drawn(5, 9) == drawn(words(5), words(9)) == drawn(words(*[5] * 64), words(*[9] * 64))
@@ -205,11 +199,11 @@ def test_draws_are_functions_of_seed_offset_output_and_row_alone(device):
     assert mixed[:63] == first[:63]
 
 
-def test_without_a_seed_the_generator_gives_one(device):
-    probs = probs_of(64, device=device)
+def test_without_a_seed_the_generator_gives_one():
+    probs = probs_of(64, device=DEVICE)
     draws = [
         sampling.top_p_sampling_from_probs(
-            probs, 0.95, generator=torch.Generator(device).manual_seed(seed), deterministic=True
+            probs, 0.95, generator=torch.Generator(DEVICE).manual_seed(seed), deterministic=True
         ).tolist()
         for seed in (1, 1, 2)
     ]
@@ -258,11 +252,11 @@ def test_captured_once_it_draws_anew_by_seeds_and_filters_on_the_device(device):
         assert len(seen) == 3
 
 
-def test_accepted_drafts_and_the_token_behind_them_are_distributed_as_the_target(device):
+def test_accepted_drafts_and_the_token_behind_them_are_distributed_as_the_target():
     count, vocab, drafts = 6000, 12, 2
-    draft, target = (probs_of(drafts + 1, vocab, seed=seed, device=device) for seed in (1, 2))
-    draft_ids = torch.multinomial(draft[:drafts], count, True, generator=torch.Generator(device).manual_seed(5)).T
-    accepted, emitted = (torch.full((count,), 3, dtype=torch.int32, device=device) for _ in range(2))
+    draft, target = (probs_of(drafts + 1, vocab, seed=seed, device=DEVICE) for seed in (1, 2))
+    draft_ids = torch.multinomial(draft[:drafts], count, True, generator=torch.Generator(DEVICE).manual_seed(5)).T
+    accepted, emitted = (torch.full((count,), 3, dtype=torch.int32, device=DEVICE) for _ in range(2))
     tokens, accepted_num, emitted_num = sampling.chain_speculative_sampling(
         draft[:drafts].expand(count, -1, -1), draft_ids, target.expand(count, -1, -1), accepted, emitted, seed=3,
         offset=1,

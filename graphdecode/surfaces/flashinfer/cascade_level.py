@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from graphdecode.attention.paged_decode import wave_items_for
 from graphdecode.kernels.attention.attention_plan import PlanSizes, attention_plan, plan_size, work_items
 from graphdecode.kernels.attention.attention_torch import alibi_slopes, rotate_half
 from graphdecode.kernels.attention.decode_attention import decode_attention
 from graphdecode.kernels.attention.work_item import SplitPlan
 from graphdecode.kernels.surfaces.cascade_rows import cascade_rows
 
-from .decode_problem import FP8_DTYPES, DecodeProblem
+from .decode_problem import DecodeProblem
 
 _TILE_QUERIES = 64  # queries times heads of a group that share one reading of the keys
 
@@ -193,12 +193,8 @@ def shared_wave_items(problem: DecodeProblem, device: torch.device, queries: int
     """Return in how many work items a row is split that all queries see; see `wave_items_for`."""
     group = problem.num_qo_heads // problem.num_kv_heads
     at_once = min(queries, -(-_TILE_QUERIES // group))
-    items = wave_items_for(
-        device, num_qo_heads=at_once * problem.num_qo_heads, num_kv_heads=problem.num_kv_heads,
-        head_dim=problem.head_dim, head_dim_v=problem.head_dim, kv_dtype=problem.kv_dtype,
-        dtype=torch.float16 if problem.q_dtype in FP8_DTYPES else problem.q_dtype,
-    )  # fmt: skip
-    return max(items // -(-queries // at_once), 1)
+    joined = replace(problem, num_qo_heads=at_once * problem.num_qo_heads)
+    return max(joined.wave_items(device, problem.head_dim) // -(-queries // at_once), 1)
 
 
 def _wave_items(problem: DecodeProblem, device: torch.device, queries: int, *, is_shared: bool) -> int:
