@@ -13,8 +13,8 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from graphdecode.errors import GraphdecodeError, shown
-from graphdecode.linear.adapted import Adapted, AdaptedEmbedding, AdaptedExperts, Halves, keys_by_head, values_by_head
 from graphdecode.linear.experts import ExpertForm, ExpertNames
+from graphdecode.linear.lora import Halves, LoRAEmbedding, LoRAExperts, LoRALinear, keys_by_head, values_by_head
 from graphdecode.linear.weight_form import WeightForm
 from graphdecode.models.config import ModelShape
 from graphdecode.models.gguf.adapter import read_gguf_adapter
@@ -69,7 +69,7 @@ class AdapterSlots:
     # weight maps of the whole model, whose names adapters may have; if it has experts, the first has a tensor for each
     layouts: tuple[WeightMap, ...] = ()
     # by name in the model; a rank has its shards
-    products: dict[str, Adapted | AdaptedEmbedding | AdaptedExperts] = field(default_factory=dict)
+    products: dict[str, LoRALinear | LoRAEmbedding | LoRAExperts] = field(default_factory=dict)
     # of each product of the whole model, as the weight map names them; for experts those of one expert
     parts: dict[str, tuple[Part, ...]] = field(default_factory=dict)
     expert_names: dict[str, ExpertNames] = field(default_factory=dict)  # how each product of experts is stored
@@ -79,7 +79,7 @@ class AdapterSlots:
 
     def wrap(self, form: WeightForm, place: str, parts: tuple[Part, ...]) -> WeightForm:
         """Return the product at a place with adapter slots."""
-        made = Adapted.wrap(form, (part.shape[0] for part in parts), self._ranks(), self.max_rank, self.dtype)
+        made = LoRALinear.wrap(form, (part.shape[0] for part in parts), self._ranks(), self.max_rank, self.dtype)
         self.products[place], self.parts[place] = made, parts
         return made
 
@@ -88,7 +88,7 @@ class AdapterSlots:
         if not self.adapts_experts:
             return form
         parts = _parts_of_one(self.layouts[0][place], names)
-        made = AdaptedExperts.wrap(form, len(parts), self._ranks(names.experts), self.max_rank, self.dtype)
+        made = LoRAExperts.wrap(form, len(parts), self._ranks(names.experts), self.max_rank, self.dtype)
         self.products[place], self.parts[place], self.expert_names[place] = made, parts, names
         return made
 
@@ -99,15 +99,15 @@ class AdapterSlots:
         made, self.parts[place] = [], (part,)
         for form, of_head in ((to_keys, keys_by_head), (to_values, values_by_head)):
             own = f"{place} {of_head.__name__}"
-            made.append(AdaptedExperts.wrap(form, 1, self._ranks(form.shape[0]), self.max_rank, self.dtype))
+            made.append(LoRAExperts.wrap(form, 1, self._ranks(form.shape[0]), self.max_rank, self.dtype))
             self.products[own], self.derived[own] = made[-1], (place, of_head)
         return made[0], made[1]
 
-    def of_embedding(self, part: Part) -> AdaptedEmbedding:
+    def of_embedding(self, part: Part) -> LoRAEmbedding:
         """Return adapter slots of the token embedding."""
         shapes = (part.shape[0], self.max_rank), (self.max_rank, part.shape[1])
         down, up = (torch.zeros(self.count, *shape, dtype=self.dtype, device=self.device) for shape in shapes)
-        made = AdaptedEmbedding(down, up, self._ranks())
+        made = LoRAEmbedding(down, up, self._ranks())
         self.products[_EMBEDDING], self.parts[_EMBEDDING] = made, (part,)
         return made
 
@@ -129,7 +129,7 @@ class AdapterSlots:
             place, of_head = self.derived.get(own, (own, None))
             found = adapter.matrices.get(place)
             if found is not None and of_head is not None:
-                assert isinstance(product, AdaptedExperts)
+                assert isinstance(product, LoRAExperts)
                 found = of_head(product, found)
             rank = 0 if found is None else found[1].shape[-2]
             is_changed = found is not None and (found[1].dim() == 2 or found[1].flatten(1).any(1))

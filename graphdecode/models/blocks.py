@@ -23,8 +23,8 @@ from graphdecode.kernels.model.embedding import embedding, embedding_norm
 from graphdecode.kernels.moe.expert_linear import Routed
 from graphdecode.kernels.moe.moe_route import moe_combine, moe_route
 from graphdecode.kernels.norm.rms_norm import add_rms_norm, rms_norm
-from graphdecode.linear.adapted import AdaptedEmbedding, AdaptedExperts
 from graphdecode.linear.experts import ExpertForm, Gate
+from graphdecode.linear.lora import LoRAEmbedding, LoRAExperts
 from graphdecode.linear.weight_form import RowTable, StoredForm, WeightForm, tensors_in
 from graphdecode.models.forward_context import ForwardContext, Hidden, Tokens, Unnormed, append_tokens
 
@@ -331,7 +331,7 @@ class Stem(Block):
 
     embedding: Tensor  # [vocab, hidden]; [0, hidden] if it is quantized
     scale: float = 1.0
-    adapted: AdaptedEmbedding | None = None  # adapter slots
+    adapted: LoRAEmbedding | None = None  # adapter slots
     table: RowTable | None = None  # the quantized embedding, shared with a tied output layer
 
     def __call__(self, context: ForwardContext) -> tuple[Addend, Tensor]:
@@ -404,14 +404,14 @@ class Experts(Block):
 
     def __call__(self, hidden: Tensor, routing: Routing, context: ForwardContext) -> Tensor:
         """Return the outputs of all pairs, [tokens * top_k, hidden], for the inputs `hidden`."""
-        adapters = context.adapted_pairs(routing.ids, self.count) if isinstance(self.down, AdaptedExperts) else None
+        adapters = context.adapted_pairs(routing.ids, self.count) if isinstance(self.down, LoRAExperts) else None
         pairs, dtype = hidden.shape[0] * self.top_k, torch.float32 if self.down.gives_floats else None
         inner, out = hidden.new_empty((pairs, self.width)), hidden.new_empty((pairs, hidden.shape[1]), dtype=dtype)
         for form, to, x, routed in (
             (self.gate_up, inner, hidden, Routed(routing.order, routing.offsets, self.top_k, *self.gate)),
             (self.down, out, inner, Routed(routing.order, routing.offsets, 1)),
         ):
-            if adapters is None or not isinstance(form, AdaptedExperts):
+            if adapters is None or not isinstance(form, LoRAExperts):
                 form.apply(to, x, routed)
             else:
                 form.adapt(to, x, routed, adapters)

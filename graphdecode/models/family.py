@@ -12,9 +12,9 @@ import torch
 
 from graphdecode.errors import ArgumentError, shown
 from graphdecode.extensions import BRING_YOUR_OWN, EntryPoints, refuse_taken
+from graphdecode.linear.composite import ColumnParallelLinear
 from graphdecode.linear.experts import StackLayout
 from graphdecode.linear.weight_form import Stored
-from graphdecode.linear.wrapped import Gathered
 from graphdecode.models.blocks import Head, Layer, Stem
 from graphdecode.models.config import ModelConfig, UnsupportedModelError
 from graphdecode.models.families import ARCHITECTURES
@@ -88,7 +88,9 @@ class Family(ABC):
             final_norm = replace(final_norm, weight=final_norm.weight * config.logits_scale)
         lm_head = weights.linear("lm_head", tied=stem.embedding, in_floats=True)
         if weights.collectives is not None:
-            lm_head = Gathered((config.vocab_size, config.hidden_size), None, lm_head, weights.collectives, "lm_head")
+            lm_head = ColumnParallelLinear(
+                (config.vocab_size, config.hidden_size), None, lm_head, weights.collectives, "lm_head"
+            )
         return Head(final_norm, weights.adapted_head(lm_head), config.logits_soft_cap)
 
 

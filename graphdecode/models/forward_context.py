@@ -16,10 +16,10 @@ from graphdecode.kernels.model.act_mul import act_mul
 from graphdecode.kernels.moe.expert_linear import Routed
 from graphdecode.kernels.norm.rms_norm import rms_norm
 from graphdecode.kernels.recurrent.state_tokens import StateTokens
-from graphdecode.linear.adapted import Adapted, AdaptedExperts, AdapterSpan
+from graphdecode.linear.composite import ScaledLinear
 from graphdecode.linear.experts import ExpertForm
+from graphdecode.linear.lora import AdapterSpan, LoRAExperts, LoRALinear
 from graphdecode.linear.weight_form import FusedProduct, WeightForm
-from graphdecode.linear.wrapped import Scaled
 
 Attend = Callable[[Tensor, Tensor, LayerCache, AttentionOptions], None]  # out, q, cache, options
 AppendAndAttend = Callable[[Tensor, Tensor, LayerCache, QKNormRope, AttentionOptions], None]  # out, qkv, cache, ...
@@ -201,7 +201,7 @@ class ForwardContext:
 
     def fused(self, linear: WeightForm) -> FusedProduct | None:
         """Return the product that has norm, gate or residual sum in its launch; None if there is none here."""
-        return None if self._adapters and isinstance(linear, Adapted) else linear.fused(self.num_tokens)
+        return None if self._adapters and isinstance(linear, LoRALinear) else linear.fused(self.num_tokens)
 
     def linear(self, linear: WeightForm, x: Hidden, use: str = "") -> Tensor:
         """Return the product for `x`, [t, out_features], in a `buffer`."""
@@ -217,9 +217,9 @@ class ForwardContext:
                 fused.normed(out, *x)
                 return
             x = self.normed(x)
-        scaled = linear if isinstance(linear, Scaled) else None
+        scaled = linear if isinstance(linear, ScaledLinear) else None
         form = linear if scaled is None else scaled.form
-        if not self._adapters or not isinstance(form, Adapted):
+        if not self._adapters or not isinstance(form, LoRALinear):
             linear.apply(out, x)
             return
         form.adapt(out, x, self.buffer(form.inner_size, torch.float32, "adapters"), self._adapters)
@@ -243,14 +243,14 @@ class ForwardContext:
     def multiply_by_head(self, form: ExpertForm, out: Tensor, x: Tensor) -> None:
         """Write each head's own product for `x` [t * heads, in_features] into `out`, with the rows' adapters."""
         heads = form.shape[0]
-        adapters = self.adapters_by_head(heads) if isinstance(form, AdaptedExperts) else None
-        if adapters is None or not isinstance(form, AdaptedExperts):
+        adapters = self.adapters_by_head(heads) if isinstance(form, LoRAExperts) else None
+        if adapters is None or not isinstance(form, LoRAExperts):
             form.apply(out, x, self.by_head(heads))
         else:
             form.adapt(out, x, self.by_head(heads), adapters)
 
     def adapted_pairs(self, ids: Tensor, count: int) -> AdapterSpan | None:
-        """Return the pairs of tokens and experts, for `AdaptedExperts`; None: no row has an adapter.
+        """Return the pairs of tokens and experts, for `LoRAExperts`; None: no row has an adapter.
 
         Args:
             ids: int32 [t, top_k], the experts of each token.
@@ -272,7 +272,7 @@ class ForwardContext:
         return span._replace(adapters=(firsts + ids).flatten())
 
     def adapters_by_head(self, heads: int) -> AdapterSpan | None:
-        """Return all pairs of tokens and heads, for `AdaptedExperts`; None: no row has an adapter."""
+        """Return all pairs of tokens and heads, for `LoRAExperts`; None: no row has an adapter."""
         if self._adapters and heads not in self._head_adapters:
             ids = torch.arange(heads, dtype=torch.int32, device=self.hidden.device).expand(len(self.hidden), -1)
             pairs = self.adapted_pairs(ids, heads)

@@ -162,7 +162,7 @@ class JointlyNormedMamba2(Mamba2):
     """Mamba2 whose groups are split over ranks, and normed together."""
 
     collectives: Collectives = field(kw_only=True)
-    place: str = field(kw_only=True)  # name in the model
+    param_name: str = field(kw_only=True)
     ranks_of_group: int = field(kw_only=True)  # adjacent ranks that share a group
 
     def finish(self, normed: Tensor, read: Tensor, gate: Tensor) -> None:
@@ -172,7 +172,7 @@ class JointlyNormedMamba2(Mamba2):
         squares = x.new_zeros(x.shape[0], self.collectives.count // self.ranks_of_group)
         own = squares[:, self.collectives.rank // self.ranks_of_group]
         own.copy_(x.square().sum(1))
-        self.collectives.all_reduce(squares, self.place)
+        self.collectives.all_reduce(squares, self.param_name)
         scale = torch.rsqrt(own / (x.shape[1] * self.ranks_of_group) + self.norm.eps)
         x = x * scale[:, None] * self.norm.weight
         normed.copy_(x * active if self.norm_first else x)

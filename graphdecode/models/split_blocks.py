@@ -38,13 +38,13 @@ class JointlyNormedAttention(Attention):
     """Attention whose queries and keys are normed over all heads, which ranks share."""
 
     collectives: Collectives = field(kw_only=True)
-    place: str = field(kw_only=True)  # name in the model
+    param_name: str = field(kw_only=True)
 
     def rotation(self, qkv: Tensor) -> QKNormRope:
         """Norm queries and keys in place; return only their rotation."""
         normed = list(self._normed(qkv))
         squares = torch.stack([x.float().square().sum(1) for x, _ in normed], dim=1)  # [t, 2]
-        self.collectives.all_reduce(squares, self.place)
+        self.collectives.all_reduce(squares, self.param_name)
         for column, (x, norm) in enumerate(normed):
             # replicated heads count several times in both the sum and the number of channels
             mean = squares[:, column : column + 1] / (x.shape[1] * self.collectives.count)

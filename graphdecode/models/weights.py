@@ -7,13 +7,13 @@ import torch
 from torch import Tensor
 
 from graphdecode.distributed import Collectives
-from graphdecode.linear.adapted import AdaptedEmbedding
+from graphdecode.linear.composite import MergedLinear, RowParallelLinear
 from graphdecode.linear.experts import ExpertForm, ExpertNames, PlainExperts, StackLayout
 from graphdecode.linear.forms import load_experts, load_linear, quantized_form, tied_linear
+from graphdecode.linear.lora import LoRAEmbedding
 from graphdecode.linear.plain import Plain
 from graphdecode.linear.small_linear_timing import FUSED_FORMS, FusedForm
 from graphdecode.linear.weight_form import FormOptions, LinearNames, RowTable, TensorSource, WeightForm, read_fused
-from graphdecode.linear.wrapped import Joined, Summed
 from graphdecode.models.adapters import AdapterSlots
 from graphdecode.models.blocks import Norm
 from graphdecode.models.config import ExpertsConfig
@@ -80,7 +80,7 @@ class Weights:
             self._embedding = form
         return form.row_table
 
-    def embedding_adapters(self, vocab_size: int) -> AdaptedEmbedding | None:
+    def embedding_adapters(self, vocab_size: int) -> LoRAEmbedding | None:
         """Return adapter slots of the whole embedding; None without adapters."""
         part = self._map["embedding"][0]
         of_whole = Part(part.name, (vocab_size, part.shape[1]))
@@ -154,9 +154,9 @@ class Weights:
         elif self.collectives is not None and split == 1:
             form = load_linear(self._source, names, replace(options, row_maxima=self.collectives.greatest))
             if not is_partial:
-                form = Summed(form.shape, None, form, self.collectives, place)
+                form = RowParallelLinear(form.shape, None, form, self.collectives, place)
         elif keeps_each:
-            form = Joined.wrap(self._adjacent(names.weights, options))
+            form = MergedLinear.wrap(self._adjacent(names.weights, options))
         else:
             form = load_linear(self._source, names, options)
         if self.adapters is not None and can_adapt(place):

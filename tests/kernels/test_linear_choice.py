@@ -10,11 +10,11 @@ from command_line import run_python
 from gpu_checks.models import with_choices
 from graphdecode.kernels.linear.small_linear import SmallLinearConfig, fixed_config
 from graphdecode.linear import linear_choice
+from graphdecode.linear.composite import MergedLinear
 from graphdecode.linear.forms import linear_of
 from graphdecode.linear.linear_choice import ChoiceCache, LinearChoice, LinearTuner, cache_folder
 from graphdecode.linear.plain import Plain
 from graphdecode.linear.weight_form import FormOptions
-from graphdecode.linear.wrapped import Joined
 
 TIMINGS = 2 * 2  # each path at both batch sizes
 CONFIG = SmallLinearConfig("dot", 32, 64, 2, 4, 2, pdl=True)
@@ -193,7 +193,7 @@ def test_the_products_of_a_weight_can_be_changed_for_measuring(monkeypatch):
     assert [changed.choice(rows).path for rows in (1, 4)] == ["small", "plain"]
     assert len(changed.tensors) == 1, "the weight is shared, and the counters are no constant"
     assert changed.weight is weight
-    joined = with_choices(Joined.wrap([held, changed]), lambda choice: None)
+    joined = with_choices(MergedLinear.wrap([held, changed]), lambda choice: None)
     assert [form.choices for form in joined.forms] == [{}, {}]
 
 

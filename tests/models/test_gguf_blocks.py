@@ -7,11 +7,11 @@ import torch
 from compiled_kernels import compiled
 from gguf_checkpoints import quantized_file
 
+from graphdecode.linear.composite import MergedLinear
 from graphdecode.linear.linear_choice import LinearTuner
 from graphdecode.linear.plain import Panels
 from graphdecode.linear.quantized_linear import PanelLinear
 from graphdecode.linear.weight_form import FormOptions, LinearNames, WeightForm
-from graphdecode.linear.wrapped import Joined
 from graphdecode.models import load_model
 from graphdecode.models.forward_context import Tokens
 from graphdecode.models.gguf.source import Gguf
@@ -63,7 +63,7 @@ def test_a_delta_net_keeps_blocks_beside_plain_decays_and_strengths(tmp_path: Pa
     plain = dict.fromkeys(("ssm_alpha.weight", "ssm_beta.weight", "ssm_conv1d.weight"), "F32")
     path = quantized_file(tmp_path / "small.gguf", "qwen35", plain | {"weight": "Q8_0"})
     form = load_model(path, device="cpu", dtype="float32", quantize="gguf").layers[0].linears["in_proj"]
-    assert isinstance(form, Joined)
+    assert isinstance(form, MergedLinear)
     assert [type(part) for part in form.forms] == [PanelLinear, Panels]
     names = (f"model.layers.0.linear_attn.in_proj_{part}.weight" for part in ("qkv", "z", "a", "b"))
     weight = torch.cat([values(Gguf(path), name) for name in names])

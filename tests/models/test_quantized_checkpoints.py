@@ -14,11 +14,11 @@ from quantized_checkpoints import FORMS, packed_tensors, write_pair
 from safetensors.torch import load_file, save_file
 
 from graphdecode import LLM, SamplingParams
+from graphdecode.linear.composite import MergedLinear
 from graphdecode.linear.plain import Panels
 from graphdecode.linear.quantization.registry import weight_type
 from graphdecode.linear.quantized_linear import PanelLinear
 from graphdecode.linear.weight_form import Shard
-from graphdecode.linear.wrapped import Joined
 from graphdecode.models import CheckpointError, UnsupportedModelError, check_model, load_model
 from graphdecode.models.checkpoint import Checkpoint
 
@@ -163,7 +163,7 @@ def test_a_delta_net_keeps_weights_in_groups_that_cannot_be_joined(tmp_path, mon
     settings = FORMS["int4 group"].settings | {"config_groups": groups}
     edit_config(folder, lambda config: config.update(quantization_config=settings))
     form = load_model(folder, device="cpu", dtype="float32").layers[0].linears["in_proj"]
-    found = form.forms if isinstance(form, Joined) else (form,)
+    found = form.forms if isinstance(form, MergedLinear) else (form,)
     assert [type(part) for part in found] == [PanelLinear] * products
     source = Checkpoint(folder)
     weight = torch.cat([read(source, f"model.layers.0.linear_attn.{name}") for name in names])

@@ -28,12 +28,12 @@ from graphdecode.engine.loading import load_engine
 from graphdecode.engine.steps import step as step_module
 from graphdecode.errors import ArgumentError
 from graphdecode.kernels.norm.gated_rms_norm import gated_rms_norm
+from graphdecode.linear.composite import RowParallelLinear
 from graphdecode.linear.experts import ExpertPanels
 from graphdecode.linear.forms import load_linear
 from graphdecode.linear.linear_choice import LinearTuner
 from graphdecode.linear.quantized_linear import PanelLinear
 from graphdecode.linear.weight_form import FormOptions, LinearNames, Shard, Stored, WeightForm
-from graphdecode.linear.wrapped import Summed
 from graphdecode.models import Model, load_model
 from graphdecode.models.adapters import Adapter
 from graphdecode.models.blocks import Norm
@@ -244,7 +244,7 @@ def test_a_group_that_ranks_share_is_normed_as_on_one(norm_first: bool) -> None:
     def normed(shared: Collectives) -> torch.Tensor:
         own, out = slice(6 * shared.rank, 6 * shared.rank + 6), torch.empty(5, 6)
         fields = dict.fromkeys(("in_proj", "conv", "conv_bias", "heads", "group", "step_limits", "out_proj"))
-        of_group = {"collectives": shared, "place": "norm", "ranks_of_group": 2, "norm_first": norm_first}
+        of_group = {"collectives": shared, "param_name": "norm", "ranks_of_group": 2, "norm_first": norm_first}
         mixer = JointlyNormedMamba2(**fields, **of_group, norm=Norm(gain[0, own], 1e-5))
         mixer.finish(out, read[:, own], gate[:, own])
         return out
@@ -280,7 +280,7 @@ def test_a_rank_keeps_blocks_of_products_and_embedding_in_half_the_memory(tmp_pa
     for model in ranks:
         assert model.stem.part.table is not None
         o = model.layers[0].linears["o"]
-        assert isinstance(o, Summed)
+        assert isinstance(o, RowParallelLinear)
         assert isinstance(o.form, PanelLinear)
     whole, *own = (sum(held.nbytes for held in model.constants) for model in (load(None), *ranks))
     assert own == pytest.approx([whole / 2] * 2, rel=0.1)
@@ -297,7 +297,7 @@ def test_a_row_in_parts_is_rounded_to_int8_as_the_whole(checkpoint: Callable[[st
     def columns(shared: Collectives | None) -> torch.Tensor:
         found = load_model(path, device="cpu", dtype="float32", quantize="int8", shared=shared)
         down = found.layers[1].linears["down"]
-        form = down.form if isinstance(down, Summed) else down
+        form = down.form if isinstance(down, RowParallelLinear) else down
         values = torch.empty(form.in_features, form.out_features)
         form.apply(values, torch.eye(form.in_features))
         return values

@@ -9,10 +9,10 @@ from typing import Any, cast
 from graphdecode.config import BucketConfig
 from graphdecode.engine.loading import load_runner
 from graphdecode.engine.runner import Runner
+from graphdecode.linear.composite import LinearWrapper, MergedLinear
 from graphdecode.linear.linear_choice import LinearChoice
 from graphdecode.linear.plain import Plain
 from graphdecode.linear.weight_form import WeightForm
-from graphdecode.linear.wrapped import Joined, Wrapped
 from graphdecode.models import Decoder
 from graphdecode.models.blocks import Block
 from graphdecode.models.model_path import SHAPE_PREFIX
@@ -53,9 +53,9 @@ def with_choices(part: Any, change: Callable[[LinearChoice], LinearChoice | None
     if isinstance(part, Plain):
         changed = {rows: change(choice) for rows, choice in part.choices.items()}
         return replace(part, choices={rows: choice for rows, choice in changed.items() if choice is not None})
-    if isinstance(part, Joined):
+    if isinstance(part, MergedLinear):
         return replace(part, forms=tuple(with_choices(form, change) for form in part.forms))
-    if not isinstance(part, (Block, Wrapped)):
+    if not isinstance(part, (Block, LinearWrapper)):
         return part
     inner = {name: value for name, value in vars(part).items() if isinstance(value, (Block, WeightForm))}
     return replace(part, **{name: with_choices(value, change) for name, value in inner.items()})  # type: ignore[type-var]

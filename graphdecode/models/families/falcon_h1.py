@@ -8,8 +8,8 @@ from torch import Tensor
 
 from graphdecode.cache import KeysAndState, LayerState
 from graphdecode.errors import shown
+from graphdecode.linear.composite import ScaledLinear
 from graphdecode.linear.weight_form import WeightForm
-from graphdecode.linear.wrapped import Scaled
 from graphdecode.models.blocks import Addend, Attention, FeedForward, GatedMlp, Identity, Layer, Norm
 from graphdecode.models.config import ModelConfig, UnsupportedModelError, flag, number
 from graphdecode.models.families.hybrid import MAMBA2_DEFAULTS, Mamba2Sizes, mamba2_mixer, mamba2_sizes
@@ -149,7 +149,7 @@ def _scaled(
     shift = None
     if has_bias and of_input != 1.0:
         shift = weights.tensor(f"{place}.bias", torch.float32) * scale * (1.0 - of_input)
-    return Scaled(form.shape, None, form, scale * of_input, shift)
+    return ScaledLinear(form.shape, None, form, scale * of_input, shift)
 
 
 def _multipliers(settings: dict[str, Any], name: str, size: int) -> tuple[float, ...]:

@@ -173,8 +173,8 @@ def mamba2_mixer(config: ModelConfig, weights: Weights, at: str) -> Mamba2:
     )
     if weights.collectives is None or sizes.ranks_of_group == 1 or mixer.norm is None:
         return mixer
-    place, ranks = f"{at}mixer_norm", sizes.ranks_of_group
-    return JointlyNormedMamba2(**vars(mixer), collectives=weights.collectives, place=place, ranks_of_group=ranks)
+    name, ranks = f"{at}mixer_norm", sizes.ranks_of_group
+    return JointlyNormedMamba2(**vars(mixer), collectives=weights.collectives, param_name=name, ranks_of_group=ranks)
 
 
 def mamba2_sizes(settings: dict[str, Any], **changes: Any) -> Mamba2Sizes:

@@ -45,7 +45,7 @@ class Olmo2(Llama):
         attention, collectives = super().attention(config, weights, index), weights.collectives
         if collectives is None:
             return attention
-        return JointlyNormedAttention(**vars(attention), collectives=collectives, place=f"layers.{index}.q_norm")
+        return JointlyNormedAttention(**vars(attention), collectives=collectives, param_name=f"layers.{index}.q_norm")
 
 
 class Olmo3(Olmo2):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from graphdecode.errors import ArgumentError, shown
 from graphdecode.extensions import BRING_YOUR_OWN
-from graphdecode.linear.adapted import AdapterSpan
+from graphdecode.linear.lora import AdapterSpan
 from graphdecode.linear.weight_form import FormOptions, TensorSource
 from graphdecode.models.adapters import AdapterSlots
 from graphdecode.models.checkpoint import generation_eos_token_ids

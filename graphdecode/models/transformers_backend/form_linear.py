@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from graphdecode.linear.adapted import Adapted, AdapterSpan
 from graphdecode.linear.forms import linear_of
+from graphdecode.linear.lora import AdapterSpan, LoRALinear
 from graphdecode.linear.weight_form import FormOptions, WeightForm
 from graphdecode.models.adapters import AdapterSlots
 from graphdecode.models.fields import UnsupportedModelError
@@ -34,7 +34,7 @@ class FormLinear(nn.Module):
         rows = x.reshape(-1, self.in_features)
         dtype = torch.float32 if self.in_floats else rows.dtype
         out = rows.new_empty((rows.shape[0], self.out_features), dtype=dtype)
-        if not (self.spans and isinstance(self.form, Adapted)):
+        if not (self.spans and isinstance(self.form, LoRALinear)):
             self.form.apply(out, rows)
         elif len(rows) != len(self.spans[0].rows):
             raise UnsupportedModelError(

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from graphdecode.attention import AttentionOptions, PagedDecodeAttention, QKNormRope, TokenByTokenAttention
 from graphdecode.buffers import Batch
 from graphdecode.cache import LayerState, paged
-from graphdecode.linear.adapted import AdapterSpan
 from graphdecode.linear.experts import ExpertForm
+from graphdecode.linear.lora import AdapterSpan
 from graphdecode.linear.weight_form import WeightForm
 from graphdecode.models.adapters import AdapterSlots
 from graphdecode.models.blocks import each_once

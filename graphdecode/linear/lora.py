@@ -11,10 +11,10 @@ from torch import Tensor
 
 from graphdecode.kernels.linear.add_adapters import AdapterTokens, add_adapters, add_embedding_adapters
 from graphdecode.kernels.moe.expert_linear import Routed
+from graphdecode.linear.composite import LinearWrapper, RowParallelLinear
 from graphdecode.linear.experts import ExpertForm
 from graphdecode.linear.linear_choice import LinearChoice
 from graphdecode.linear.weight_form import FusedProduct, WeightForm
-from graphdecode.linear.wrapped import Summed, Wrapped
 
 Halves: TypeAlias = tuple[Tensor, Tensor]  # A and B of an adapter's product, scaled, as slots have them
 
@@ -39,7 +39,7 @@ class AdapterSpan(NamedTuple):
         )
 
 
-class AdaptedEmbedding(NamedTuple):
+class LoRAEmbedding(NamedTuple):
     """Adapter slots of the token embedding."""
 
     down: Tensor  # [slots, vocab, rank], of the activations' dtype
@@ -53,17 +53,19 @@ class AdaptedEmbedding(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Adapted(Wrapped):
+class LoRALinear(LinearWrapper):
     """A product with adapter slots; `apply` ignores them."""
 
-    path = "adapted"
+    path = "lora"
     down: Tensor  # [slots, parts, rank, in_features], of the activations' dtype
     up: Tensor  # [slots, rank, out_features]
     ends: Tensor  # int32 [parts], the output feature behind each part
     ranks: Tensor  # int32 [slots], of the adapters in this product; 0: an adapter does not change it
 
     @classmethod
-    def wrap(cls, form: WeightForm, sizes: Iterable[int], ranks: Tensor, max_rank: int, dtype: torch.dtype) -> Adapted:
+    def wrap(
+        cls, form: WeightForm, sizes: Iterable[int], ranks: Tensor, max_rank: int, dtype: torch.dtype
+    ) -> LoRALinear:
         """Return a product with empty slots, given the output features of its parts, and the activations' dtype."""
         ends = torch.tensor(list(sizes), dtype=torch.int32, device=ranks.device).cumsum(0, dtype=torch.int32)
         down = torch.zeros(len(ranks), len(ends), max_rank, form.in_features, dtype=dtype, device=ranks.device)
@@ -78,7 +80,7 @@ class Adapted(Wrapped):
 
         `inner`: workspace, float32 [t, parts * rank]. If ranks sum the product, each adds its part before the sum.
         """
-        summed = self.form if type(self.form) is Summed else None
+        summed = self.form if isinstance(self.form, RowParallelLinear) else None
         (self.form if summed is None else summed.form).apply(out, x)
         inner = inner.view(len(x), *self.down.shape[1:3])
         for span in spans:
@@ -103,10 +105,10 @@ class Adapted(Wrapped):
 
 
 @dataclass(frozen=True)
-class AdaptedExperts(ExpertForm):
+class LoRAExperts(ExpertForm):
     """A product of experts with adapter slots; `apply` ignores them."""
 
-    path = "adapted"
+    path = "lora"
     form: ExpertForm
     down: Tensor  # [slots, experts, parts, rank, in_features], of the activations' dtype
     up: Tensor  # [slots, experts, rank, out_features]
@@ -114,8 +116,8 @@ class AdaptedExperts(ExpertForm):
     ranks: Tensor  # int32 [slots, experts], of the adapters in this product
 
     @classmethod
-    def wrap(cls, form: ExpertForm, parts: int, ranks: Tensor, max_rank: int, dtype: torch.dtype) -> AdaptedExperts:
-        """Return a product of `parts` equal parts with empty slots; see `Adapted.wrap`."""
+    def wrap(cls, form: ExpertForm, parts: int, ranks: Tensor, max_rank: int, dtype: torch.dtype) -> LoRAExperts:
+        """Return a product of `parts` equal parts with empty slots; see `LoRALinear.wrap`."""
         _, outputs, inputs = form.shape
         down = torch.zeros(*ranks.shape, parts, max_rank, inputs, dtype=dtype, device=ranks.device)
         up = torch.zeros(*ranks.shape, max_rank, outputs, dtype=dtype, device=ranks.device)

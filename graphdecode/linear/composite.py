@@ -14,7 +14,7 @@ from graphdecode.linear.weight_form import WeightForm
 
 
 @dataclass(frozen=True)
-class Wrapped(WeightForm):
+class LinearWrapper(WeightForm):
     """A product that transforms the output of `form`; it is not fused."""
 
     form: WeightForm
@@ -32,10 +32,10 @@ class Wrapped(WeightForm):
 
 
 @dataclass(frozen=True)
-class Joined(WeightForm):
+class MergedLinear(WeightForm):
     """Products for one input, whose outputs are adjacent; they are not fused."""
 
-    path = "joined"
+    path = "merged"
     forms: tuple[WeightForm, ...]
 
     @classmethod
@@ -61,7 +61,7 @@ class Joined(WeightForm):
 
 
 @dataclass(frozen=True)
-class Scaled(Wrapped):
+class ScaledLinear(LinearWrapper):
     """`scale * product + shift`, per output."""
 
     path = "scaled"
@@ -80,20 +80,11 @@ class Scaled(Wrapped):
 
 
 @dataclass(frozen=True)
-class Summed(Wrapped):
-    """Each rank has some columns of the weight, and the same columns of `x`; the products are summed (all-reduce)."""
+class ParallelLinear(LinearWrapper):
+    """A product that ranks share; `form` is the rank's part."""
 
-    path = "summed"
     collectives: Collectives
-    place: str  # name in the model
-
-    def apply(self, out: Tensor, x: Tensor) -> None:
-        self.form.apply(out, x)
-        self.sum(out)
-
-    def sum(self, out: Tensor) -> None:
-        """Replace the rank's product by the sum over the ranks."""
-        self.collectives.all_reduce(out, self.place)
+    param_name: str
 
     @property
     def workspace(self) -> list[Tensor]:
@@ -101,12 +92,27 @@ class Summed(Wrapped):
 
 
 @dataclass(frozen=True)
-class Gathered(Summed):
+class RowParallelLinear(ParallelLinear):
+    """Each rank has some columns of the weight, and the same columns of `x`; the products are summed (all-reduce)."""
+
+    path = "row_parallel"
+
+    def apply(self, out: Tensor, x: Tensor) -> None:
+        self.form.apply(out, x)
+        self.sum(out)
+
+    def sum(self, out: Tensor) -> None:
+        """Replace the rank's product by the sum over the ranks."""
+        self.collectives.all_reduce(out, self.param_name)
+
+
+@dataclass(frozen=True)
+class ColumnParallelLinear(ParallelLinear):
     """Each rank has some rows of the weight; the outputs are gathered on all (all-gather)."""
 
-    path = "gathered"
+    path = "column_parallel"
 
     def apply(self, out: Tensor, x: Tensor) -> None:
         part = out.new_empty((out.shape[0], self.form.out_features))
         self.form.apply(part, x)
-        self.collectives.all_gather(out, part, self.place)
+        self.collectives.all_gather(out, part, self.param_name)
