@@ -39,12 +39,12 @@ class DraftPace:
         self._launches = 0
         self._seen: dict[int, list[float]] = defaultdict(lambda: list(_PRIOR))  # match length -> drafts, accepted ones
 
-    def choose(self, bucket: int, found: Sequence[tuple[int, int]], most: int) -> int:
+    def choose(self, bucket: int, draft_candidates: Sequence[tuple[int, int]], most: int) -> int:
         """Return the queries per row, at most `most`, for the next launch of `bucket` rows.
 
-        `found`: each row's number of drafts and match length.
+        `draft_candidates`: each row's number of drafts and match length.
         """
-        drafts = max((count for count, _ in found), default=0)
+        drafts = max((count for count, _ in draft_candidates), default=0)
         if drafts == 0:
             return 1
         widths = [width for width in self.widths if width <= most]
@@ -56,7 +56,7 @@ class DraftPace:
             if known == 0:
                 return 1
             widths = widths[: known + 1]
-        chances = [(count, self.chance(matched)) for count, matched in found]
+        chances = [(count, self.chance(matched)) for count, matched in draft_candidates]
         best, best_speed = 1, 0.0
         for width in widths:
             tokens = sum(_expected(min(count, width - 1), chance) for count, chance in chances)
@@ -117,7 +117,7 @@ class DraftPace:
         self._last_run[bucket, width] = self._launches
 
     def record_drafts(self, before: Sequence[tuple[int, int]], drafts: StepDrafts) -> None:
-        """Record the drafts of a step, given the `found` of `choose` before it."""
+        """Record the drafts of a step, given the candidates of `choose` before it."""
         for (count, matched), verified, accepted in zip(before, drafts.verified, drafts.accepted, strict=False):
             if not count or not (verified or self._is_cheap):
                 continue

@@ -1,4 +1,4 @@
-"""What launches sampled, appended to sequences and told in events."""
+"""What launches sampled, appended to sequences and turned into events."""
 
 from __future__ import annotations
 

@@ -164,19 +164,19 @@ class Scheduler:
         chunks: list[tuple[Sequence, PromptChunk]] = []
         for sequence in self.prefilling:
             budget -= self._take_chunk(sequence, budget, chunks)
-        place, slots_are_full = 0, False
-        while place < len(self.waiting) and budget > 0 and len(self.admitted) < self.max_batch_size:
-            candidate = self.waiting[place]
+        index, slots_are_full = 0, False
+        while index < len(self.waiting) and budget > 0 and len(self.admitted) < self.max_batch_size:
+            candidate = self.waiting[index]
             if candidate.adapter is not None:
                 slot = None if slots_are_full else self._acquire(candidate, candidate.adapter)
                 if slot is None:  # requests without an adapter may pass; others would take the slot from this one
-                    slots_are_full, place = True, place + 1
+                    slots_are_full, index = True, index + 1
                     continue
                 candidate.slot = slot
             if self._shares_unwritten_prefix(candidate, chunks) or not self._admit(candidate):
                 self._release_slot(candidate)
                 break
-            del self.waiting[place]
+            del self.waiting[index]
             budget -= self._take_chunk(candidate, budget, chunks)
         return chunks
 
@@ -203,8 +203,8 @@ class Scheduler:
     @property
     def num_deferred(self) -> int:
         """Waiting sequences whose adapters find no slot."""
-        found = self.adapters.has_slot
-        return sum(each.adapter is not None and not found(each.adapter) for each in self.waiting)
+        has_slot = self.adapters.has_slot
+        return sum(each.adapter is not None and not has_slot(each.adapter) for each in self.waiting)
 
     def memory_of(self, sequence: Sequence) -> SequenceMemory:
         """Return the device memory of a sequence with a row."""

@@ -42,7 +42,7 @@ def check_can_release(device: torch.device) -> None:
     if device.type != "cpu" or sys.platform != "linux":
         where = sys.platform if device.type == "cpu" else device.type
         raise NotSupportedError(
-            f"memory is given back only on a CPU under Linux, and this is {where}: CUDA needs enable_sleep_mode=True "
+            f"memory is released only on a CPU under Linux, and this is {where}: CUDA needs enable_sleep_mode=True "
             "when the model is loaded; close() frees all of it"
         )
 

@@ -53,8 +53,8 @@ class FairSemaphore:
         self._waiting: list[tuple[float, int, asyncio.Future[None]]] = []
 
     @contextlib.asynccontextmanager
-    async def held(self, caller: str, size: int) -> AsyncGenerator[None, None]:
-        """Wait for a place (HttpError: too many wait), and hold it in the context."""
+    async def acquire(self, caller: str, size: int) -> AsyncGenerator[None, None]:
+        """Wait for a turn (HttpError: too many wait), which ends with the context."""
         tag, admitted = self._queue.start_tag(caller, size), asyncio.get_running_loop().create_future()
         heapq.heappush(self._waiting, (tag, next(self._numbers), admitted))
         self._admit()
@@ -96,7 +96,7 @@ class FairThread:
 
     async def run(self, function: Callable[[], T], *, caller: str, size: int) -> T:
         """Return what `function()` returns, or raise what it raises; `HttpError`: too many wait."""
-        async with self._turn.held(caller, size):
+        async with self._turn.acquire(caller, size):
             return await asyncio.get_running_loop().run_in_executor(self._thread, function)
 
     def close(self) -> None:

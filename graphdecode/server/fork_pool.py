@@ -72,10 +72,10 @@ class ForkPool:
         job = Job(function, arguments, limits)
         quick = limits._replace(cpu_seconds=_QUICK_CPU_SECONDS, wall_seconds=self._timeouts.quick_seconds)
         try:
-            async with self._quick.held(caller, size):
+            async with self._quick.acquire(caller, size):
                 done = await self._done(await self._started(), job._replace(limits=quick))
         except (CpuTimeError, TimeoutError):
-            async with self._slow.held(caller, size):
+            async with self._slow.acquire(caller, size):
                 try:
                     done = await self._done(await self._started(), job)
                 except TimeoutError:  # it did not get the CPU time that it may have

@@ -4,7 +4,11 @@
 
 FD is the socket to the HTTP process. After the setup, each byte over it comes with the socket of a job, from which a
 child reads the job, and to which it writes the result. The child is killed if that socket is closed. The fork server
-has one thread, so that a fork finds no lock held, and ends with the HTTP process.
+has one thread, so that a fork finds no lock taken, and ends with the HTTP process.
+
+A child inherits the tokenizer and what all grammars share: seconds of work for a large vocabulary, which a pool of
+workers, of the standard library or `pebble`, does again for each worker that a limit has ended. Their limits are of
+wall time; a job here has its own of processor time, memory and stack.
 """
 
 from __future__ import annotations

@@ -36,13 +36,13 @@ log = logging.getLogger(__name__)
 
 def lora_modules(config: ServerConfig) -> dict[str, str]:
     """Return the adapters to load at startup: name -> folder; raises ArgumentError for a malformed one."""
-    found: dict[str, str] = {}
-    for given in config.lora_modules:
-        name, _, folder = given.partition("=")
-        if not name or not folder or name in found:
-            raise ArgumentError(f"lora_modules must be NAME=FOLDER with distinct names, got {given!r}")
-        found[name] = str(Path(folder).expanduser().absolute())
-    return found
+    folders: dict[str, str] = {}
+    for module in config.lora_modules:
+        name, _, folder = module.partition("=")
+        if not name or not folder or name in folders:
+            raise ArgumentError(f"lora_modules must be NAME=FOLDER with distinct names, got {module!r}")
+        folders[name] = str(Path(folder).expanduser().absolute())
+    return folders
 
 
 class Service:

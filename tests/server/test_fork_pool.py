@@ -180,7 +180,7 @@ def test_one_caller_alone_cannot_fill_the_queue_for_others(in_loop: InLoop[Any])
         lane, done = FairSemaphore(MAX_CHILDREN, MAX_WAITING), asyncio.Event()
 
         async def wait(caller: str) -> str:
-            async with lane.held(caller, 10):
+            async with lane.acquire(caller, 10):
                 await done.wait()
                 return caller
 

@@ -62,10 +62,10 @@ class AdoptedFolder:
 
     def check_files(self, source: TensorSource) -> None:
         """Refuse files with fewer values than the model; `load` finds which tensors are missing."""
-        held = sum(math.prod(stored.shape) for stored in source.tensors.values())
-        if held < self.config.num_parameters:
+        num_stored = sum(math.prod(stored.shape) for stored in source.tensors.values())
+        if num_stored < self.config.num_parameters:
             raise CheckpointError(
-                f"{self._folder} does not fit its config.json; its files hold {held} numbers, and "
+                f"{self._folder} does not fit its config.json; its files hold {num_stored} numbers, and "
                 f"{self.config.architecture} has {self.config.num_parameters}"
             )
 
@@ -111,9 +111,9 @@ class AdoptedFolder:
                 )
         except Exception as error:  # whatever transformers, or a model's own code, raises
             raise CheckpointError(f"{self._folder} cannot be loaded by transformers: {error_line(error)}") from error
-        module, found = loaded
-        if found["missing_keys"]:
-            missing = ", ".join(sorted(found["missing_keys"]))
+        module, loading_info = loaded
+        if loading_info["missing_keys"]:
+            missing = ", ".join(sorted(loading_info["missing_keys"]))
             raise CheckpointError(f"{self._folder} does not fit its config.json; missing: {missing}")
         module = module.to(options.device).eval().requires_grad_(False)
         _replace_tensors(module, replaced)
@@ -188,18 +188,18 @@ def _replace_tensors(module: nn.Module, replaced: Mapping[str, Tensor]) -> None:
     Raises:
         ArgumentError: two names are one tensor, such as a tied output layer's, and the values given for them differ.
     """
-    held = module.state_dict()
+    state = module.state_dict()
     of_memory: dict[tuple[int, torch.Size], str] = {}
-    first = {name: of_memory.setdefault((tensor.data_ptr(), tensor.shape), name) for name, tensor in held.items()}
+    first = {name: of_memory.setdefault((tensor.data_ptr(), tensor.shape), name) for name, tensor in state.items()}
     for name in sorted(replaced, key=lambda name: first.get(name) != name):  # the tensors before their other names
         tensor = replaced[name]
-        if name not in held:
+        if name not in state:
             raise CheckpointError(f"{type(module).__name__} has no tensor {name}")
-        if tensor.shape != held[name].shape:
-            raise CheckpointError(f"{name} is {[*tensor.shape]} and should be {[*held[name].shape]}")
+        if tensor.shape != state[name].shape:
+            raise CheckpointError(f"{name} is {[*tensor.shape]} and should be {[*state[name].shape]}")
         if first[name] == name or not tensor.numel():
-            copy_finite(name, held[name], tensor)
-        elif not torch.equal(tensor.to(held[name]), held[name]):
+            copy_finite(name, state[name], tensor)
+        elif not torch.equal(tensor.to(state[name]), state[name]):
             raise ArgumentError(differs(name, first[name]))
 
 

@@ -171,8 +171,8 @@ def _check_windows(config: AdoptedConfig, text: Any, attended: Collection[int]) 
     """Refuse a module whose own cache drops keys that its mask lets queries see: its tokens depend on chunks."""
     from transformers import DynamicCache
 
-    for layer, kept in enumerate(DynamicCache(config=text).layers):
-        size = getattr(kept, "sliding_window", config.max_position_embeddings)
+    for layer, cached in enumerate(DynamicCache(config=text).layers):
+        size = getattr(cached, "sliding_window", config.max_position_embeddings)
         if layer in attended and size < config.max_position_embeddings and not 0 <= config.windows[layer] < size:
             raise UnsupportedModelError(
                 f"{config.architecture}: transformers' cache keeps {size} tokens (sliding_window) of layer {layer}, "
