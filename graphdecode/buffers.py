@@ -1,18 +1,21 @@
 """Step buffers: every tensor that a decode step reads or writes, allocated once, at a fixed address.
 
-A slot is declared with its shape, its dtype and its padding. Slots that the host writes belong to a staging block: one
-block of host memory (pinned with a GPU) that mirrors one block of device memory, so that one copy uploads all of them.
+A slot is declared with its shape, its dtype and its padding: by a `Slot`, or by a field of a dataclass, whose instances
+are then what the step gets. Slots that the host writes belong to a staging block: one block of host memory (pinned with
+a GPU) that mirrors one block of device memory, so that one copy uploads all of them.
 """
 
 from __future__ import annotations
 
+import copy
 import math
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import accumulate
-from typing import Any, NamedTuple
+from types import MappingProxyType
+from typing import Any, Generic, NamedTuple, Self, TypeAlias, TypeVar, get_type_hints, overload
 
 import numpy as np
 import torch
@@ -22,6 +25,7 @@ from graphdecode.errors import ArgumentError, GraphdecodeError
 
 LIVE_ROWS = "live_rows"
 _ALIGNMENT_BYTES = 256
+Device: TypeAlias = torch.device | str | None
 _HOST_FOREIGN_DTYPES = {torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2}
 
 
@@ -91,9 +95,14 @@ class Slot:
 class Batch:
     """The buffers narrowed to the rows of one bucket; each slot is an attribute, at the same address."""
 
-    def __init__(self, size: int, tensors: dict[str, Tensor]) -> None:
+    def __init__(self, size: int, tensors: Mapping[str, Tensor]) -> None:
         self.size = size
         self.__dict__.update(tensors)
+
+    @classmethod
+    def of(cls, size: int, tensors: Mapping[str, Tensor]) -> Self:
+        """Return a batch."""
+        return cls(size, tensors)
 
     def without(self, name: str) -> Batch:
         """Return the batch without a slot, which may be missing."""
@@ -104,6 +113,61 @@ class Batch:
     def __getattr__(self, name: str) -> Any:
         declared = sorted(slot for slot, value in vars(self).items() if isinstance(value, Tensor))
         raise AttributeError(f"no slot {name!r}; declared are {declared}")
+
+
+class SlotField(NamedTuple):
+    """A slot of the field's name: `x: Annotated[Tensor, SlotField(("batch", 8), torch.float32)]`; see `Slot`.
+
+    Sizes and the pad may be names, whose values the buffers get.
+    """
+
+    shape: tuple[int | str, ...]
+    dtype: torch.dtype
+    pad: float | int | bool | str = 0
+    staged: str | None = None
+
+
+@dataclass(kw_only=True)
+class StepSlots:
+    """Base of the dataclasses that declare what a step reads and writes.
+
+    `StepBuffers` allocate fields with a `SlotField`; others are adopted tensors. A field is None by default if its slot
+    is left out, since a size or the pad is None, or if nothing of its name was adopted.
+    """
+
+    size: int  # rows of the bucket
+    live_rows: Tensor  # int32 [1], number of live rows; the others are padding
+
+    @classmethod
+    def declared(cls, sizes: Mapping[str, float | int | None]) -> list[Slot]:
+        """Return the slots of the fields, given the values of names in their shapes and pads."""
+        values: dict[Any, Any] = {"batch": "batch", "batch+1": "batch+1", **sizes}
+        declared = []
+        for name, hint in get_type_hints(cls, include_extras=True).items():
+            for mark in getattr(hint, "__metadata__", ()):
+                if isinstance(mark, SlotField):
+                    shape = tuple(values[size] if isinstance(size, str) else size for size in mark.shape)
+                    pad = values[mark.pad] if isinstance(mark.pad, str) else mark.pad
+                    if None not in (*shape, pad):
+                        declared.append(Slot(name, shape, mark.dtype, pad, mark.staged))
+        return declared
+
+    @classmethod
+    def of(cls, size: int, tensors: Mapping[str, Tensor]) -> Self:
+        """Return an instance; tensors of no field are attributes, too."""
+        names = {field.name for field in fields(cls)}
+        batch = cls(size=size, **{name: tensor for name, tensor in tensors.items() if name in names})
+        vars(batch).update(tensors)
+        return batch
+
+    def without(self, name: str) -> Self:
+        """Return the batch with None in place of a slot."""
+        other = copy.copy(self)
+        vars(other)[name] = None
+        return other
+
+
+B = TypeVar("B")
 
 
 class Change(NamedTuple):
@@ -178,23 +242,52 @@ def on_device(device: torch.device) -> AbstractContextManager[Any]:
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
-class StepBuffers:
+class StepBuffers(Generic[B]):
     """All tensors of a decode step at one fixed capacity.
 
     Every slot is an attribute with the whole tensor. A slot `live_rows`, int32 [1], is added: the number of live rows,
     which kernels read on the device; rows past it are padding.
 
     Args:
-        slots: the declarations; names must be unique.
+        slots: the declarations: `Slot` objects with unique names, or the step's dataclass; see `StepSlots`.
         max_batch_size: the capacity in rows, at least 1.
         device: None means CUDA if available, else the CPU.
+        sizes: the values of names in the dataclass's shapes and pads; None: without the slots that have it.
+        others: slots besides the dataclass's.
     """
 
-    def __init__(self, slots: Iterable[Slot], *, max_batch_size: int, device: torch.device | str | None = None) -> None:
+    @overload
+    def __init__(
+        self: StepBuffers[Batch], slots: Iterable[Slot] | Slot, *, max_batch_size: int, device: Device = None
+    ) -> None: ...
+
+    @overload
+    def __init__(
+        self,
+        slots: type[B],
+        *,
+        max_batch_size: int,
+        device: Device = None,
+        sizes: Mapping[str, float | int | None] = ...,
+        others: Iterable[Slot] = ...,
+    ) -> None: ...
+
+    def __init__(
+        self,
+        slots: Any,
+        *,
+        max_batch_size: int,
+        device: Device = None,
+        sizes: Mapping[str, float | int | None] = MappingProxyType({}),
+        others: Iterable[Slot] = (),
+    ) -> None:
         if type(max_batch_size) is not int or max_batch_size < 1:
             raise ArgumentError(f"max_batch_size must be >= 1, got {max_batch_size!r}")
         self.max_batch_size = max_batch_size
         self.device = default_device(device)
+        self._batch_type: Any = Batch
+        if isinstance(slots, type) and issubclass(slots, StepSlots):
+            self._batch_type, slots = slots, [*slots.declared(sizes), *others]
         declared = [slots] if isinstance(slots, Slot) else list(slots)
         for slot in declared:
             if not isinstance(slot, Slot):
@@ -213,7 +306,7 @@ class StepBuffers:
         self.frozen = False
         self._blocks: dict[str, StagingBlock] = {}
         self._tensors: dict[str, Tensor] = {}
-        self._batches: dict[int, Batch] = {}
+        self._batches: dict[int, B] = {}
         self._live_rows = 0
         self._padded = max_batch_size  # rows from the live ones up to here are padding, unless a step wrote there
         self._last_user: object = None  # see `make_ready`
@@ -283,7 +376,12 @@ class StepBuffers:
         self._addresses[name] = tensor.data_ptr()
         self._batches.clear()
 
-    def narrow(self, batch_size: int) -> Batch:
+    @property
+    def all_rows(self) -> B:
+        """The batch of all rows."""
+        return self.narrow(self.max_batch_size)
+
+    def narrow(self, batch_size: int) -> B:
         """Return views of the first `batch_size` rows, at the same addresses."""
         if not 1 <= batch_size <= self.max_batch_size:
             raise ValueError(f"batch size must be in 1..max_batch_size={self.max_batch_size}, got {batch_size!r}")
@@ -293,7 +391,7 @@ class StepBuffers:
                 for name, slot in self.slots.items()
                 if slot.batch_dim is not None
             }
-            self._batches[batch_size] = Batch(batch_size, self._tensors | views)
+            self._batches[batch_size] = self._batch_type.of(batch_size, self._tensors | views)
         return self._batches[batch_size]
 
     def staging(self, block: str) -> dict[str, np.ndarray]:

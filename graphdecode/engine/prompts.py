@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from graphdecode.attention import TokenByTokenAttention
 from graphdecode.buckets import StepShape
-from graphdecode.buffers import Slot, StepBuffers
+from graphdecode.buffers import SlotField, StepBuffers, StepSlots
 from graphdecode.cache import fill_page_row
 from graphdecode.engine.steps import StepLogprobs
 from graphdecode.engine.steps.decode import adopt_model, decode_attention_of, or_null
 from graphdecode.engine.steps.step import SequenceMemory, StepSetting, prompt_shapes
-from graphdecode.kernels.linear.add_adapters import NO_ADAPTER
 from graphdecode.kernels.sampling.logprobs import token_logprobs
 from graphdecode.kernels.sampling.sampling_slots import FLAG_LOGPROBS, LogprobOutputs
 from graphdecode.models import Chunks
@@ -45,6 +45,24 @@ class PromptChunk:
         return self.start + len(self.token_ids)
 
 
+@dataclass(kw_only=True)
+class PromptSlots(StepSlots):
+    """What a prefill pass reads: t tokens of b rows; see `Chunks`."""
+
+    tokens: Annotated[Tensor, SlotField(("batch",), torch.int64, _DUMMY_TOKEN, _CHUNKS)]  # int64 [t]
+    rows: Annotated[Tensor, SlotField(("batch",), torch.int32, staged=_CHUNKS)]  # int32 [t]
+    positions: Annotated[Tensor, SlotField(("batch",), torch.int32, staged=_CHUNKS)]  # int32 [t]
+    cu_seqlens_q: Annotated[Tensor, SlotField(("rows+1",), torch.int32, staged=_CHUNKS)]  # int32 [b + 1]
+    cu_seqlens_kv: Annotated[Tensor, SlotField(("rows+1",), torch.int32, staged=_CHUNKS)]  # int32 [b + 1]
+    state_rows: Annotated[Tensor, SlotField(("rows",), torch.int32, "null_state_row", _CHUNKS)]  # int32 [b]
+    page_table: Annotated[Tensor, SlotField(("rows", "pages"), torch.int32, "null_page", _CHUNKS)]  # int32 [b, pages]
+    # int32 [b], int32 [b, pages]; None: the model has no adapters, no layers with rolling pages
+    adapters: Annotated[Tensor | None, SlotField(("rows",), torch.int32, "no_adapter", _CHUNKS)] = None
+    rolling_table: Annotated[Tensor | None, SlotField(("rows", "pages"), torch.int32, "null_rolling_page", _CHUNKS)] = (
+        None
+    )
+
+
 class Prompts:
     """Computes keys and values of prompts, and logits only to score them: a decode step feeds the last token.
 
@@ -59,22 +77,9 @@ class Prompts:
         self._longest = min(setting.config.max_sequence_length, setting.model.config.max_position_embeddings)
         self.max_tokens = max_tokens = setting.prefill_tokens
         self._rows = rows = min(setting.config.max_batch_size, max_tokens)
-        pages, int32 = setting.max_pages_per_row, torch.int32
-        slots = [
-            Slot("tokens", ("batch",), torch.int64, pad=_DUMMY_TOKEN, staged=_CHUNKS),
-            Slot("rows", ("batch",), int32, staged=_CHUNKS),
-            Slot("positions", ("batch",), int32, staged=_CHUNKS),
-            Slot("cu_seqlens_q", (rows + 1,), int32, staged=_CHUNKS),
-            Slot("cu_seqlens_kv", (rows + 1,), int32, staged=_CHUNKS),
-            Slot("state_rows", (rows,), int32, pad=setting.null_state_row, staged=_CHUNKS),
-            Slot("page_table", (rows, pages), int32, pad=setting.null_page, staged=_CHUNKS),
-        ]
-        if self._model.adapters is not None:
-            slots.append(Slot("adapters", (rows,), torch.int32, pad=NO_ADAPTER, staged=_CHUNKS))
-        if setting.rolling is not None:
-            slots.append(Slot("rolling_table", (rows, pages), int32, pad=setting.rolling.null_page, staged=_CHUNKS))
         device = self._model.device
-        self.buffers = StepBuffers(slots, max_batch_size=max_tokens, device=device)
+        sizes = setting.slot_sizes | {"rows": rows, "rows+1": rows + 1}
+        self.buffers = StepBuffers(PromptSlots, max_batch_size=max_tokens, device=device, sizes=sizes)
         self._most_logprobs = min(setting.config.max_logprobs, self._model.config.vocab_size)
         self._attention = None
         self.shapes: list[StepShape] = []
@@ -90,18 +95,19 @@ class Prompts:
 
     def chunks(self, shape: StepShape, rows: int | None = None) -> Chunks:
         """Return the slots, narrowed to a shape's tokens and some chunks (None: all); the last may be padding."""
-        buffers, tokens, rows = self.buffers, shape.prompt_tokens, self._rows if rows is None else rows
+        slots, tokens, rows = self.buffers.all_rows, shape.prompt_tokens, self._rows if rows is None else rows
+        rolling, adapters = slots.rolling_table, slots.adapters if shape.has_adapters else None
         return Chunks(
-            buffers.tokens[:tokens],
-            buffers.rows[:tokens],
-            buffers.positions[:tokens],
-            buffers.live_rows,
-            buffers.cu_seqlens_q[: rows + 1],
-            buffers.cu_seqlens_kv[: rows + 1],
-            buffers.page_table[:rows],
-            buffers.state_rows[:rows],
-            None if self._setting.rolling is None else buffers.rolling_table[:rows],
-            buffers.adapters[:rows] if shape.has_adapters else None,
+            slots.tokens[:tokens],
+            slots.rows[:tokens],
+            slots.positions[:tokens],
+            slots.live_rows,
+            slots.cu_seqlens_q[: rows + 1],
+            slots.cu_seqlens_kv[: rows + 1],
+            slots.page_table[:rows],
+            slots.state_rows[:rows],
+            None if rolling is None else rolling[:rows],
+            None if adapters is None else adapters[:rows],
         )
 
     def run(self, chunks: Chunks, *, with_logits: bool = False) -> Any:

@@ -12,17 +12,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from graphdecode.buffers import LIVE_ROWS, Batch, StepBuffers
+from graphdecode.buffers import LIVE_ROWS, Batch, StepBuffers, StepSlots
 from graphdecode.errors import ArgumentError
 
 if TYPE_CHECKING:
     from graphdecode.graphs.inspect.owners import Owners
 
-Step = Callable[[Batch], Any]
+Step = Callable[[Any], Any]
 Replay = Callable[[], None]
 
 
-def run(step: Callable[[Batch], Any], batch: Batch) -> Any:
+def run(step: Callable[[Any], Any], batch: Batch | StepSlots) -> Any:
     """Run a step eagerly and return its result."""
     with torch.no_grad():
         return step(batch)

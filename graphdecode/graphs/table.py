@@ -15,7 +15,7 @@ from typing import Any
 from tqdm import tqdm
 
 from graphdecode.buckets import KINDS, BucketLadder, ShapeLadder, StepShape
-from graphdecode.buffers import Batch, FrozenError, StepBuffers
+from graphdecode.buffers import Batch, FrozenError, StepBuffers, StepSlots
 from graphdecode.errors import ArgumentError
 from graphdecode.graphs.backend import Backend, StalePointer
 from graphdecode.graphs.errors import CaptureError
@@ -49,7 +49,7 @@ class GraphTable:
 
     def __init__(
         self,
-        step: Callable[[StepShape, Batch], None],
+        step: Callable[[StepShape, Any], None],
         buffers: StepBuffers,
         ladder: ShapeLadder,
         *,
@@ -174,7 +174,7 @@ class GraphTable:
         # the pages of the last prompts may have other owners now
         return no_row_live(*[self.buffers] * bool(shape.rows), *[self.prompts] * bool(shape.prompt_tokens))
 
-    def _arguments_of(self, shape: StepShape) -> tuple[Step, Batch, Step | None, LoopControl | None]:
+    def _arguments_of(self, shape: StepShape) -> tuple[Step, Batch | StepSlots, Step | None, LoopControl | None]:
         """Return a shape's step, its batch, what runs after the step, and the control of its loop."""
         narrowed = self.buffers.narrow(shape.rows) if shape.rows else self.prompts.narrow(shape.prompt_tokens)
         step = functools.partial(self._step, shape)
@@ -442,7 +442,7 @@ class GraphManager(GraphTable):
         options |= {"constants": constants, "backend": backend, "warmup_steps": warmup_steps}
 
         @functools.wraps(step)  # errors name its line
-        def of_shape(_: StepShape, batch: Batch) -> Any:
+        def of_shape(_: StepShape, batch: Batch | StepSlots) -> Any:
             return step(batch)
 
         super().__init__(of_shape, buffers, shapes, **options)

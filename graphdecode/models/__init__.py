@@ -7,7 +7,7 @@ from graphdecode.models.decoder import Decoder
 from graphdecode.models.describe import adapter_bytes, check_model, describe_model, weight_bytes
 from graphdecode.models.family import Family, config_of, register_family
 from graphdecode.models.load import load_model
-from graphdecode.models.model import Chunks, Model
+from graphdecode.models.model import Chunks, DecodeInputs, Model
 from graphdecode.models.model_path import ModelSourceError, resolve_model_path
 from graphdecode.models.source import register_source
 from graphdecode.models.weight_map import CheckpointError
@@ -15,6 +15,7 @@ from graphdecode.models.weight_map import CheckpointError
 __all__ = [
     "CheckpointError",
     "Chunks",
+    "DecodeInputs",
     "Decoder",
     "Family",
     "Model",

@@ -16,7 +16,6 @@ from graphdecode.attention import (
     TokenByTokenAttention,
     extend_over,
 )
-from graphdecode.buffers import Batch
 from graphdecode.cache import LayerCache, LayerState
 from graphdecode.linear.experts import ExpertForm
 from graphdecode.linear.weight_form import WeightForm
@@ -31,18 +30,19 @@ from graphdecode.models.forward_context import (
     append_tokens,
     page_table_of,
 )
-from graphdecode.models.model import Chunks, Model
+from graphdecode.models.model import Chunks, DecodeInputs, Model
 
 
-def tokens_of(batch: Batch | Chunks) -> Tokens:
+def tokens_of(batch: DecodeInputs | Chunks) -> Tokens:
     """Return the tokens of a decode step or of prompt chunks."""
     if isinstance(batch, Chunks):
         return Tokens(*batch[:4], *batch[6:], in_chunks=True)
     where = (batch.rows, batch.pre_step_seqlens, batch.live_rows, batch.page_table)
-    return Tokens(batch.tokens, *where, *(getattr(batch, name, None) for name in Tokens._fields[5:]))
+    states = (batch.scan_rows, batch.kept_states)
+    return Tokens(batch.tokens, *where, batch.state_rows, batch.rolling_table, batch.adapters, *states)
 
 
-def attend_step(batch: Batch, attention: PagedDecodeAttention) -> Attend:
+def attend_step(batch: DecodeInputs, attention: PagedDecodeAttention) -> Attend:
     """Return the attention of decode steps."""
 
     def attend(out: Tensor, q: Tensor, cache: LayerCache, options: AttentionOptions) -> None:
@@ -119,7 +119,7 @@ class Decoder(Model):
         """Return the bytes of weights that a step of `rows` rows reads; see `Model.read_bytes`."""
         return sum(block.read_bytes(rows) for block in self.blocks)
 
-    def decode(self, batch: Batch, caches: Sequence[LayerState], attention: PagedDecodeAttention) -> Tensor:
+    def decode(self, batch: DecodeInputs, caches: Sequence[LayerState], attention: PagedDecodeAttention) -> Tensor:
         """Run one decode step and return the logits, float32 [b, vocab]; see `Model.decode`."""
         attention.plan(batch.pre_step_seqlens, batch.live_rows)
 
@@ -132,7 +132,7 @@ class Decoder(Model):
         return self.head(*self._run_layers([tokens_of(batch)], caches, attend, fused))
 
     def mix(
-        self, batch: Batch, chunks: Chunks, caches: Sequence[LayerState], attention: PagedDecodeAttention
+        self, batch: DecodeInputs, chunks: Chunks, caches: Sequence[LayerState], attention: PagedDecodeAttention
     ) -> Tensor:
         """Run one decode step and prompt chunks in one pass; see `Model.mix`.
 

@@ -2,19 +2,46 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Annotated, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from graphdecode.attention import PagedDecodeAttention, TokenByTokenAttention
-from graphdecode.buffers import Batch
+from graphdecode.buffers import SlotField, StepSlots
 from graphdecode.cache import LayerState
 from graphdecode.linear.experts import ExpertForm
 from graphdecode.linear.weight_form import WeightForm
 from graphdecode.models.adapters import AdapterSlots
 from graphdecode.models.blocks import each_once
 from graphdecode.models.config import ModelShape
+
+# staging blocks
+ROWS = "rows"
+PAGES = "pages"  # the page table
+ROLLING = "rolling"  # the page table of layers with rolling pages, which changes only with the rows
+
+
+@dataclass(kw_only=True)
+class DecodeInputs(StepSlots):
+    """What the model reads in a decode step, b rows; or as many queries, if drafts of a row are verified."""
+
+    tokens: Annotated[Tensor, SlotField(("batch",), torch.int64, pad=1, staged=ROWS)]  # int64 [b], to feed
+    pre_step_seqlens: Annotated[Tensor, SlotField(("batch",), torch.int32, staged=ROWS)]  # int32 [b], their positions
+    rows: Annotated[Tensor, SlotField(("batch",), torch.int32, staged=ROWS)]  # int32 [b]: 0, 1, ...
+    page_table: Annotated[Tensor, SlotField(("batch", "pages"), torch.int32, "null_page", PAGES)]  # int32 [b, pages]
+    # int32 [b], rows of the recurrent states
+    state_rows: Annotated[Tensor | None, SlotField(("batch",), torch.int32, "null_state_row", ROWS)] = None
+    # int32 [b, pages], for layers with rolling pages
+    rolling_table: Annotated[
+        Tensor | None, SlotField(("batch", "pages"), torch.int32, "null_rolling_page", ROLLING)
+    ] = None
+    # int32 [b], adapter slots; None: no row has one
+    adapters: Annotated[Tensor | None, SlotField(("batch",), torch.int32, "no_adapter", ROWS)] = None
+    # set when drafts are verified, each in its own row; see `StateTokens`
+    scan_rows: Tensor | None = None  # int32 [b], index into `state_rows`; None: `rows`
+    kept_states: Tensor | None = None  # int32 [b], state row for the state after each query
 
 
 class Chunks(NamedTuple):
@@ -83,12 +110,11 @@ class Model(ABC):
         return found
 
     @abstractmethod
-    def decode(self, batch: Batch, caches: Sequence[LayerState], attention: PagedDecodeAttention) -> Tensor:
+    def decode(self, batch: DecodeInputs, caches: Sequence[LayerState], attention: PagedDecodeAttention) -> Tensor:
         """Feed each row's token, append its keys and values, and return the logits, float32 [b, vocab].
 
         Args:
-            batch: slots tokens int64 [b], pre_step_seqlens int32 [b], rows int32 [b] (0, 1, ...),
-                page_table int32 [b, pages], live_rows int32 [1].
+            batch: the rows.
             caches: keys and values of each layer.
             attention: planned here, once for all layers.
         """
@@ -113,7 +139,7 @@ class Model(ABC):
         """Return the logits, float32 [end - begin, vocab], of a span of the last prefill's tokens, all of one row."""
 
     def mix(
-        self, batch: Batch, chunks: Chunks, caches: Sequence[LayerState], attention: PagedDecodeAttention
+        self, batch: DecodeInputs, chunks: Chunks, caches: Sequence[LayerState], attention: PagedDecodeAttention
     ) -> Tensor:
         """Run `decode` and `prefill` in one pass, and return the logits of the rows, float32 [b, vocab].
 

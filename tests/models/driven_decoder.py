@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from functools import partial
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
-from graphdecode import Slot, StepBuffers
+from graphdecode import StepBuffers
 from graphdecode.attention import PagedDecodeAttention
-from graphdecode.buffers import Batch
+from graphdecode.buffers import SlotField
 from graphdecode.cache import Keys, KeysAndState, LayerCache, LayerState, Recurrent, RecurrentState, layer_state
-from graphdecode.models import Chunks, Decoder
+from graphdecode.models import Chunks, DecodeInputs, Decoder
 
 PAGE_SIZE = 8
+
+
+@dataclass(kw_only=True)
+class DrivenBatch(DecodeInputs):
+    """What the model reads, and its logits."""
+
+    logits: Annotated[Tensor, SlotField(("batch", "vocab"), torch.float32)]  # float32 [b, vocab]
 
 
 class DrivenDecoder:
@@ -45,15 +54,14 @@ class DrivenDecoder:
             dtype=model.dtype,
             device=device,
         )
-        slots = [
-            Slot("tokens", ("batch",), torch.int64, pad=1),
-            Slot("pre_step_seqlens", ("batch",), torch.int32),
-            Slot("rows", ("batch",), torch.int32),
-            Slot("page_table", ("batch", pages_per_row), torch.int32, pad=self.null_page),
-            Slot("logits", ("batch", config.vocab_size), torch.float32),
-            Slot("state_rows", ("batch",), torch.int32, pad=rows),
-        ]
-        self.buffers = StepBuffers(slots, max_batch_size=rows, device=device)
+        sizes = {
+            "pages": pages_per_row,
+            "null_page": self.null_page,
+            "null_state_row": rows,
+            "vocab": config.vocab_size,
+        }
+        sizes |= {"null_rolling_page": None, "no_adapter": None}
+        self.buffers = StepBuffers(DrivenBatch, max_batch_size=rows, device=device, sizes=sizes)
         for layer, cache in enumerate(self.caches):
             for name, tensor in cache.tensors.items():
                 self.buffers.adopt(f"{name}_{layer}", tensor)
@@ -62,7 +70,7 @@ class DrivenDecoder:
         order = torch.randperm(self.null_page, generator=torch.Generator().manual_seed(seed))
         self._page_table = order.to(torch.int32).view(rows, pages_per_row).to(device)
 
-    def step(self, batch: Batch) -> None:
+    def step(self, batch: DrivenBatch) -> None:
         """What would be captured: the decode step, its logits copied into their slot."""
         batch.logits.copy_(self.model.decode(batch, self.caches, self.attention))
 

@@ -18,7 +18,6 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Annotated, Any, NamedTuple, cast
 
 import numpy as np
@@ -28,14 +27,13 @@ from torch import Tensor
 
 from float64_model import Float64Model
 from graphdecode import BucketConfig
-from graphdecode.buffers import Batch
 from graphdecode.engine.assembly import make_runner
 from graphdecode.engine.steps import StepSetting
 from graphdecode.engine.steps.decode import decode_attention_of
 from graphdecode.kernels.native import library as native
 from graphdecode.kernels.native.instructions import instructions
 from graphdecode.models import load_model, resolve_model_path
-from graphdecode.models.model import Chunks, Model
+from graphdecode.models.model import Chunks, DecodeInputs, Model
 from graphdecode.text import load_tokenizer
 from harness import LlamaPython, Out, command_of, elsewhere, json_of, record, show, write
 
@@ -149,7 +147,7 @@ class Scored:
         table = self._int32(range(rows * self._pages)).view(rows, self._pages)
         found = []
         for position, token in enumerate(ids):
-            batch = SimpleNamespace(
+            batch = DecodeInputs(
                 size=rows,
                 tokens=torch.full((rows,), token, device=self._model.device),
                 rows=self._int32(range(rows)),
@@ -157,7 +155,7 @@ class Scored:
                 live_rows=self._int32([rows]),
                 page_table=table,
             )
-            logits = self._model.decode(cast(Batch, batch), self._caches, self._attention)
+            logits = self._model.decode(batch, self._caches, self._attention)
             found.append(logits[-1].float().cpu())
         return torch.stack(found)
 

@@ -379,7 +379,7 @@ def recorded_step(
         )
         places = (cache.layers, cache.null_page, cache.dtype, config.page_size, pages)
         setting = StepSetting(decoder, *places, config, False, null_state_row=cache.null_state_row)
-        step = DecodeStep(setting)
+        step: DecodeStep[DecodeBatch] = DecodeStep(setting)
         batch = step.buffers.narrow(rows)
         with noting.in_place_of_launches(), noting:
             step.run(StepShape(rows, has_adapters=adapters > 0), batch)

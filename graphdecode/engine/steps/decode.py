@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import product
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -12,15 +12,15 @@ from torch import Tensor
 
 from graphdecode.attention import PagedDecodeAttention
 from graphdecode.buckets import StepShape
-from graphdecode.buffers import Batch, Slot, StepBuffers
+from graphdecode.buffers import Slot, StepBuffers
 from graphdecode.cache import LayerState, fill_page_row
 from graphdecode.config import BucketConfig
 from graphdecode.engine.constraint import TokenAutomaton
+from graphdecode.engine.steps.batches import MOST_CLASSES, DecodeBatch, block_of
 from graphdecode.engine.steps.step import RowInputs, Step, StepLogprobs, StepSetting, StepTokens
 from graphdecode.graphs import Loop
-from graphdecode.kernels.linear.add_adapters import NO_ADAPTER
-from graphdecode.kernels.model.advance import AdvanceState, skip_steps
-from graphdecode.kernels.sampling.follow_automata import ACCEPTS, COMPLETES, NO_AUTOMATON, Guides
+from graphdecode.kernels.model.advance import skip_steps
+from graphdecode.kernels.sampling.follow_automata import ACCEPTS, COMPLETES, NO_AUTOMATON
 from graphdecode.kernels.sampling.sample_and_advance import sample_and_advance
 from graphdecode.kernels.sampling.sampling_slots import (
     BAD_WORD_LENGTH,
@@ -28,23 +28,17 @@ from graphdecode.kernels.sampling.sampling_slots import (
     FLAG_TOKEN_MASK,
     MASK_BITS,
     PROMPT_BIT,
-    LogprobOutputs,
-    SamplingSlots,
     sampling_slots,
 )
 from graphdecode.models import Chunks, Model
+from graphdecode.models.model import PAGES, ROLLING, ROWS
 
-_MOST_CLASSES = 1024  # token classes per automaton
-# staging blocks
-_ROWS = "rows"
-_PAGES = "pages"  # the page table
-_ROLLING = "rolling"  # the page table of layers with rolling pages, which changes only with the rows
-_Record = TypeVar("_Record")
+B = TypeVar("B", bound=DecodeBatch)
 
 
 def state_bytes(vocab_size: int) -> int:
     """Return the bytes of one automaton state in the tables."""
-    return 4 * (_MOST_CLASSES + -(-vocab_size // MASK_BITS) + 1)
+    return 4 * (MOST_CLASSES + -(-vocab_size // MASK_BITS) + 1)
 
 
 _Allocation = tuple[int, int]  # an automaton's number, and the table row of its first state
@@ -53,27 +47,16 @@ _Allocation = tuple[int, int]  # an automaton's number, and the table row of its
 class AutomatonTables:
     """Allocates the tables that `follow_automata` reads; automata that no row follows are evicted."""
 
-    def __init__(self, config: BucketConfig, vocab_size: int) -> None:
+    def __init__(self, config: BucketConfig) -> None:
         self._automata, self._lines = config.max_automata, config.max_automaton_states
-        self._vocab_size = vocab_size
         self._allocated: dict[TokenAutomaton, _Allocation] = {}
-
-    @property
-    def slots(self) -> list[Slot]:
-        """The tables."""
-        return [
-            Slot("automaton_classes", (self._automata, self._vocab_size), torch.int32),
-            Slot("automaton_next", (self._lines, _MOST_CLASSES), torch.int32, pad=-1),
-            Slot("automaton_masks", (self._lines, -(-self._vocab_size // MASK_BITS)), torch.int32),
-            Slot("automaton_ends", (self._lines,), torch.int32),
-        ]
 
     def allocate(self, wanted: Sequence[TokenAutomaton], buffers: StepBuffers) -> dict[TokenAutomaton, _Allocation]:
         """Return the positions of automata in the tables; new ones are written in order, as long as there is room."""
         distinct = list(dict.fromkeys(wanted))
         for automaton in distinct:
             num_states, num_classes = automaton.following.shape
-            if automaton in self._allocated or num_classes > _MOST_CLASSES:
+            if automaton in self._allocated or num_classes > MOST_CLASSES:
                 continue
             found = self._room(num_states)
             if found is None:
@@ -128,13 +111,15 @@ class Rings(NamedTuple):
         return cls(ring(torch.int64).fill_(-1), ring(torch.float32), ring(torch.int32), *tops)
 
 
-class DecodeStep(Step):
+class DecodeStep(Step[B]):
     """Feed each row's token, sample its successor, and advance the row; see `Step`.
 
     `queries`: largest number of tokens that a row feeds per step.
     """
 
     takes_constraints = True
+    batch_type: type[Any] = DecodeBatch
+    buffers: StepBuffers[B]
 
     def __init__(self, setting: StepSetting, *, queries: int = 1) -> None:
         config, model = setting.config, setting.model
@@ -145,8 +130,18 @@ class DecodeStep(Step):
         self._logprobs = min(config.max_logprobs, model.config.vocab_size)
         self.rings = Rings.allocate(entries, rows, self._logprobs, pin_memory=model.device.type == "cuda")
         self._ring_tokens = self.rings.tokens.numpy()  # a torch index takes ten times as long
-        self._automata = AutomatonTables(config, model.config.vocab_size) if config.max_automaton_states else None
-        self.buffers = StepBuffers(self._slots(setting), max_batch_size=rows, device=model.device)
+        self._automata = AutomatonTables(config) if config.max_automaton_states else None
+        sampling = [
+            Slot(spec.name, ("batch", *spec.sizes), spec.dtype, pad=spec.neutral, staged=block_of(spec.flag))
+            for spec in self._specs
+        ]
+        self.buffers = StepBuffers(
+            self.batch_type,
+            max_batch_size=rows,
+            device=model.device,
+            sizes=self._slot_sizes(setting),
+            others=[*sampling, *self._other_slots()],
+        )
         self._adopt_tensors()
         self.loop = Loop(config.steps_per_launch, epilogue=self._end_launch) if config.steps_per_launch > 1 else None
 
@@ -155,41 +150,21 @@ class DecodeStep(Step):
         rows = self._setting.row_shapes
         return [*rows, *(half for shape in rows for half in shape.halves), *self._setting.mixed_shapes]
 
-    def _slots(self, setting: StepSetting) -> list[Slot]:
-        vocab_size, pages, rolling = self._model.config.vocab_size, setting.max_pages_per_row, setting.rolling
-        int32, int64, float32 = torch.int32, torch.int64, torch.float32
-        slots = [
-            Slot("tokens", ("batch",), int64, pad=1, staged=_ROWS),
-            Slot("pre_step_seqlens", ("batch",), int32, staged=_ROWS),
-            Slot("finished", ("batch",), int32, staged=_ROWS),
-            Slot("rows", ("batch",), int32, staged=_ROWS),
-            Slot("automaton", ("batch",), int32, staged=_ROWS),
-            Slot("state_rows", ("batch",), int32, pad=setting.null_state_row, staged=_ROWS),
-            Slot("automaton_state", ("batch",), int32, pad=NO_AUTOMATON, staged=_ROWS),
-            Slot("page_table", ("batch", pages), int32, pad=setting.null_page, staged=_PAGES),
-            Slot("logits", ("batch", vocab_size), float32),
-            Slot("sampled", ("batch",), int64, pad=1),
-            Slot("token_counts", ("batch", vocab_size), int32),
-            Slot("sampled_logprob", ("batch",), float32),
-            Slot("sampled_rank", ("batch",), int32),
-            Slot("top_logprobs", ("batch", self._logprobs), float32),
-            Slot("top_ids", ("batch", self._logprobs), int32),
-            Slot("recent_tokens", ("batch", BAD_WORD_LENGTH), int32, pad=-1, staged=_block_of(FLAG_BAD_WORDS)),
-            Slot("step_index", (1,), int64),
-            Slot("running", (1,), int32),
-            Slot("loop_limit", (1,), int32),
-            Slot("loop_count", (1,), int32),
-        ]
-        if self._model.adapters is not None:
-            slots.append(Slot("adapters", ("batch",), int32, pad=NO_ADAPTER, staged=_ROWS))
-        if rolling is not None:
-            slots.append(Slot("rolling_table", ("batch", pages), int32, pad=rolling.null_page, staged=_ROLLING))
-        if self._automata is not None:
-            slots += self._automata.slots
-        return slots + [
-            Slot(spec.name, ("batch", *spec.sizes), spec.dtype, pad=spec.neutral, staged=_block_of(spec.flag))
-            for spec in self._specs
-        ]
+    def _slot_sizes(self, setting: StepSetting) -> dict[str, int | None]:
+        """Return the values of names in the shapes and pads of the step's slots."""
+        config, vocab_size = setting.config, self._model.config.vocab_size
+        has_automata = self._automata is not None
+        return setting.slot_sizes | {
+            "vocab_size": vocab_size,
+            "logprobs": self._logprobs,
+            "automata": config.max_automata if has_automata else None,
+            "automaton_states": config.max_automaton_states if has_automata else None,
+            "mask_words": -(-vocab_size // MASK_BITS),
+        }
+
+    def _other_slots(self) -> Sequence[Slot]:
+        """Return slots that are no fields of the batch."""
+        return ()
 
     def _adopt_tensors(self) -> None:
         adopt_model(self.buffers, self._model, self._caches)
@@ -198,7 +173,7 @@ class DecodeStep(Step):
         for index, tensor in enumerate(self._attention.workspace):
             self.buffers.adopt(f"attention_workspace_{index}", tensor)
 
-    def run(self, shape: StepShape, batch: Batch, chunks: Chunks | None = None) -> None:
+    def run(self, shape: StepShape, batch: B, chunks: Chunks | None = None) -> None:
         """Run one decode step or one half of it; with chunks, a mixed step."""
         if shape.part == "choose":
             self._sample_plain(batch, batch.logits)
@@ -212,23 +187,19 @@ class DecodeStep(Step):
         else:
             self._sample_plain(batch, logits)
 
-    def _sample_plain(self, batch: Batch, logits: Tensor) -> None:
+    def _sample_plain(self, batch: B, logits: Tensor) -> None:
         self._sample(batch, logits, batch.live_rows)
 
-    def _sample(self, batch: Batch, logits: Tensor, live_rows: Tensor) -> None:
-        guides = None
-        if self._automata is not None:
-            others = (getattr(batch, name) for name in Guides._fields[2:])
-            guides = Guides(batch.automaton_state, batch.token_mask, *others)
-        slots, logprobs = slots_of(SamplingSlots, batch), slots_of(LogprobOutputs, batch)
-        sample_and_advance(slots_of(AdvanceState, batch), batch.sampled, logprobs, logits, live_rows, slots, guides)
+    def _sample(self, batch: B, logits: Tensor, live_rows: Tensor) -> None:
+        sampling, guides = batch.sampling, batch.guides
+        sample_and_advance(batch.advance_state, batch.sampled, batch.logprobs, logits, live_rows, sampling, guides)
 
-    def _end_launch(self, batch: Batch) -> None:  # skips the ring entries of steps that did not run
+    def _end_launch(self, batch: B) -> None:  # skips the ring entries of steps that did not run
         skip_steps(batch.step_index, batch.ring_tokens, batch.loop_limit, batch.loop_count)
 
     def stage(self, rows: Sequence[RowInputs]) -> None:
         """Write the rows: last token, position, sampling parameters, and token counts for penalties."""
-        count, staged = len(rows), self.buffers.staging(_ROWS)
+        count, staged = len(rows), self.buffers.staging(ROWS)
         self._stage_guides(staged, rows)
         staged["tokens"][:count] = [inputs.token_ids[-1] for inputs in rows]
         staged["pre_step_seqlens"][:count] = [len(inputs.token_ids) - 1 for inputs in rows]
@@ -240,10 +211,10 @@ class DecodeStep(Step):
         if self._model.adapters is not None:
             staged["adapters"][:count] = [inputs.memory.adapter for inputs in rows]
         if rolling is not None:
-            table = self.buffers.staging(_ROLLING)["rolling_table"]
+            table = self.buffers.staging(ROLLING)["rolling_table"]
             for row, state_row in enumerate(state_rows):
                 rolling.fill(table[row], state_row)
-            self.buffers.upload(_ROLLING, count)
+            self.buffers.upload(ROLLING, count)
         for flag in dict.fromkeys(spec.flag for spec in self._specs):
             self._stage_block(flag, rows)
         for row, inputs in enumerate(rows):
@@ -267,7 +238,7 @@ class DecodeStep(Step):
         flagged = [row for row, inputs in enumerate(rows) if not flag or inputs.sampling.sampling_flags & flag]
         if not flagged:
             return
-        staged = self.buffers.staging(_block_of(flag))
+        staged = self.buffers.staging(block_of(flag))
         specs = [spec for spec in self._specs if spec.flag == flag]
         for row, spec in product(flagged, specs):
             value, target = getattr(rows[row].sampling, spec.name), staged[spec.name]
@@ -277,7 +248,7 @@ class DecodeStep(Step):
         if flag == FLAG_BAD_WORDS:
             for row in flagged:
                 _fill_recent(staged["recent_tokens"][row], rows[row])
-        self.buffers.upload(_block_of(flag), len(rows))
+        self.buffers.upload(block_of(flag), len(rows))
 
     def _count_tokens(self, row: int, inputs: RowInputs) -> None:
         generated = inputs.token_ids[inputs.prompt_length :]
@@ -288,21 +259,21 @@ class DecodeStep(Step):
 
     def stage_pages(self, pages: Sequence[Sequence[int]]) -> None:
         """Write the page table."""
-        table = self.buffers.staging(_PAGES)["page_table"]
+        table = self.buffers.staging(PAGES)["page_table"]
         for row, owned in enumerate(pages):
             fill_page_row(table[row], owned, self._setting.null_page)
-        self.buffers.upload(_PAGES, len(pages))
+        self.buffers.upload(PAGES, len(pages))
 
     def stage_masks(self, masks: Mapping[int, np.ndarray]) -> None:
         """Write the token masks of some rows."""
-        staged = self.buffers.staging(_block_of(FLAG_TOKEN_MASK))["token_mask"]
+        staged = self.buffers.staging(block_of(FLAG_TOKEN_MASK))["token_mask"]
         for row, mask in masks.items():
             staged[row] = mask
         self.buffers.upload_rows("token_mask", list(masks))
 
     def rewind(self, step_index: int) -> None:
         """Set the step index."""
-        self.buffers.step_index.fill_(step_index)
+        self.buffers.all_rows.step_index.fill_(step_index)
 
     def read(self, steps: range, num_rows: int, *, logprobs: int | None) -> list[StepTokens]:
         """Return the tokens of steps from the rings, and the log-probabilities if requested."""
@@ -321,19 +292,9 @@ class DecodeStep(Step):
         return StepLogprobs(*own, *tops)
 
 
-def slots_of(record: type[_Record], batch: Batch) -> _Record:
-    """Return a record of the slots named by its fields."""
-    return record(*(getattr(batch, name) for name in record._fields))  # type: ignore[attr-defined]
-
-
 def or_null(state_row: int | None, null_row: int) -> int:
     """Return a sequence's state row, or the null row."""
     return null_row if state_row is None else state_row
-
-
-def _block_of(flag: int) -> str:
-    """Return the staging block of slots that only rows with a flag read."""
-    return f"flag_{flag}" if flag else _ROWS
 
 
 def _fill_recent(staged: np.ndarray, inputs: RowInputs) -> None:

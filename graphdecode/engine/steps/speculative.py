@@ -13,15 +13,17 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
+from typing import Generic, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from graphdecode.buckets import MOST_DRAFTS, StepShape, query_widths
-from graphdecode.buffers import Batch, Slot
+from graphdecode.buffers import Slot
 from graphdecode.cache import LayerCache, LayerState, RecurrentState, stateful
-from graphdecode.engine.steps.decode import DecodeStep, decode_attention_of, slots_of
+from graphdecode.engine.steps.batches import HISTORY, SpeculativeBatch
+from graphdecode.engine.steps.decode import DecodeStep, decode_attention_of
 from graphdecode.engine.steps.step import Drafting, RowInputs, StepDrafts, StepSetting, StepTokens
 from graphdecode.errors import ArgumentError
 from graphdecode.kernels.model.advance import skip_steps
@@ -32,18 +34,17 @@ from graphdecode.kernels.speculation.verify_drafts import (
     FOUND,
     MATCHED,
     VERIFIED,
-    DraftRows,
     Queries,
     judge_drafts,
     settle_drafts,
     spread_queries,
 )
-from graphdecode.models import Chunks, Model
+from graphdecode.models import Chunks, DecodeInputs, Model
 
-_HISTORY = "history"  # staging block: the rows' tokens and draft limits
+B = TypeVar("B")
 
 
-class DraftSource(ABC):
+class DraftSource(ABC, Generic[B]):
     """Drafts the tokens that follow a row's last one; part of the captured step.
 
     A rejected draft costs time and changes no token. A source that reads the target's hidden states declares a slot for
@@ -55,34 +56,34 @@ class DraftSource(ABC):
     constants: Sequence[Tensor] = ()  # weights
     is_cheap: bool = True  # plain steps make the first draft, too; if False, `prefill` gets the tokens that they fed
 
-    def prefill(self, chunks: Chunks) -> None:  # noqa: B027 (only sources with keys of their own)
+    def prefill(self, chunks: Chunks) -> None:
         """Compute its own keys and values of prompt or output tokens; see `Model.prefill`."""
 
     @abstractmethod
-    def look(self, batch: Batch) -> None:
+    def look(self, batch: B) -> None:
         """Write `num_drafts` and `match_lengths` for the next step of live rows, and the `drafts` known so far.
 
         A row's tokens are `history[row, : pre_step_seqlens[row] + 1]`. Runs at the end of each step, and after rows are
         staged. The batch has the source's slots, too.
         """
 
-    def draft(self, batch: Batch, count: int) -> None:  # noqa: B027 (optional)
+    def draft(self, batch: B, count: int) -> None:
         """Write the first `count` drafts at the beginning of a step; cheap sources do so in plain steps, too."""
 
 
-class NgramDrafts(DraftSource):
+class NgramDrafts(DraftSource[SpeculativeBatch]):
     """Prompt lookup: the tokens that followed an earlier match of the last ones; see `ngram_draft`."""
 
     def __init__(self, ngram_min: int, ngram_max: int) -> None:
         self._ngram_min, self._ngram_max = ngram_min, ngram_max
 
-    def look(self, batch: Batch) -> None:
+    def look(self, batch: SpeculativeBatch) -> None:
         """Find drafts by the last tokens."""
         found, known = (batch.drafts, batch.num_drafts, batch.match_lengths), (batch.history, batch.pre_step_seqlens)
         ngram_draft(*found, *known, batch.live_rows, ngram_min=self._ngram_min, ngram_max=self._ngram_max)
 
 
-class ModelDrafts(DraftSource):
+class ModelDrafts(DraftSource[SpeculativeBatch]):
     """The most likely tokens of a small model with the same vocabulary, in the same graph.
 
     Its caches use the target's page numbers. Drafting begins with the last two tokens, since the last draft of a step
@@ -123,12 +124,12 @@ class ModelDrafts(DraftSource):
         """Compute the draft model's keys and values; see `Model.prefill`."""
         self._model.prefill(chunks, self._caches, with_logits=False)
 
-    def look(self, batch: Batch) -> None:
+    def look(self, batch: SpeculativeBatch) -> None:
         """Set the largest number of drafts."""
         batch.num_drafts.fill_(self._num_drafts)
         batch.match_lengths.zero_()
 
-    def draft(self, batch: Batch, count: int) -> None:
+    def draft(self, batch: SpeculativeBatch, count: int) -> None:
         """Write `count` drafts of each row, one per pass."""
         position, table = batch.pre_step_seqlens, batch.page_table
         before = (position - 1).clamp(min=0)
@@ -144,17 +145,26 @@ class ModelDrafts(DraftSource):
             batch.drafts[:, index].copy_(tokens)
 
     def _pass(self, tokens: Tensor, positions: Tensor, page_table: Tensor, live: Tensor) -> Tensor:
-        rows = {"tokens": tokens, "pre_step_seqlens": positions, "page_table": page_table, "live_rows": live}
-        batch = Batch(tokens.shape[0], rows | {"rows": self._rows[: tokens.shape[0]]})
+        count = tokens.shape[0]
+        batch = DecodeInputs(
+            size=count,
+            tokens=tokens,
+            pre_step_seqlens=positions,
+            rows=self._rows[:count],
+            page_table=page_table,
+            live_rows=live,
+        )
         return self._model.decode(batch, self._caches, self._attention)
 
 
-class SpeculativeStep(DecodeStep):
+class SpeculativeStep(DecodeStep[SpeculativeBatch]):
     """Plain decoding, and steps with several queries per row; see `Step`.
 
     `source` makes the draft source, of up to `num_drafts` drafts per row and step. With `adapts`, the draft limit of a
     row falls after rejected drafts, and rises when all were accepted.
     """
+
+    batch_type = SpeculativeBatch
 
     def __init__(
         self,
@@ -187,19 +197,12 @@ class SpeculativeStep(DecodeStep):
         plain = [shape for shape in super().shapes() if shape.kind == "steps"]
         return plain + [shape._replace(queries=width) for shape in self._setting.row_shapes for width in self._widths]
 
-    def _slots(self, setting: StepSetting) -> list[Slot]:
+    def _slot_sizes(self, setting: StepSetting) -> dict[str, int | None]:
         width = setting.max_pages_per_row * setting.page_size
-        return [
-            *super()._slots(setting),
-            Slot("history", ("batch", width), torch.int32, staged=_HISTORY),
-            Slot("draft_limit", ("batch",), torch.int32, staged=_HISTORY),
-            Slot("drafts", ("batch", self._num_drafts), torch.int32),
-            Slot("num_drafts", ("batch",), torch.int32),
-            Slot("match_lengths", ("batch",), torch.int32),
-            Slot("active_rows", (1,), torch.int32),
-            Slot("step_entries", (1,), torch.int32),
-            *self._source.slots,
-        ]
+        return super()._slot_sizes(setting) | {"tokens_per_row": width, "num_drafts": self._num_drafts}
+
+    def _other_slots(self) -> Sequence[Slot]:
+        return self._source.slots
 
     def _adopt_tensors(self) -> None:
         super()._adopt_tensors()
@@ -209,7 +212,7 @@ class SpeculativeStep(DecodeStep):
         for name, tensor in own.items():
             self.buffers.adopt(name, tensor)
 
-    def run(self, shape: StepShape, batch: Batch, chunks: Chunks | None = None) -> None:
+    def run(self, shape: StepShape, batch: SpeculativeBatch, chunks: Chunks | None = None) -> None:
         """Run one step, with one query per row or several."""
         if shape.queries > 1:
             self._verify(batch, shape.queries)
@@ -218,77 +221,80 @@ class SpeculativeStep(DecodeStep):
         if shape.part == "choose" or (shape.part == "whole" and not self._is_looped):
             self._copy_drafts(batch)
 
-    def _sample_plain(self, batch: Batch, logits: Tensor) -> None:
+    def _sample_plain(self, batch: SpeculativeBatch, logits: Tensor) -> None:
         """Sample a token of each row; cheap drafts are made and verified, but not fed."""
         if self._source.is_cheap:
             self._source.draft(batch, 1)
         self._sample(batch, logits, batch.live_rows)
-        judge_drafts(slots_of(DraftRows, batch), index=0, queries=1)
+        judge_drafts(batch.draft_rows, index=0, queries=1)
         self._finish_step(batch, 1, adapts=False)
 
-    def _verify(self, batch: Batch, queries: int) -> None:
+    def _verify(self, batch: SpeculativeBatch, queries: int) -> None:
         self._source.draft(batch, min(queries - 1, self._num_drafts))
         before = batch.pre_step_seqlens.clone() if self._states else batch.pre_step_seqlens
-        logits = self._model.decode(self._batch_of_queries(batch, queries), self._caches, self._attention)
+        logits = self._model.decode(self._inputs_of_queries(batch, queries), self._caches, self._attention)
         of_queries = logits.view(batch.size, queries, -1)
         for index in range(queries):
             self._sample(batch, of_queries[:, index], batch.active_rows if index else batch.live_rows)
-            judge_drafts(slots_of(DraftRows, batch), index=index, queries=queries)
+            judge_drafts(batch.draft_rows, index=index, queries=queries)
         if self._states:
             self._commit_states(batch, (batch.pre_step_seqlens - before - 1).clamp(min=0), queries)
         self._finish_step(batch, queries, adapts=self._adapts)
 
-    def _commit_states(self, batch: Batch, accepted: Tensor, queries: int) -> None:
+    def _commit_states(self, batch: SpeculativeBatch, accepted: Tensor, queries: int) -> None:
         """Commit the states after each row's last accepted query, int32 [b]."""
         kept = self._setting.draft_state_row + batch.query_rows[: batch.size] * queries + accepted
+        assert batch.state_rows is not None
+        assert batch.moved_states is not None
         rows = batch.state_rows.to(torch.int64)
         for state in self._states:  # through memory that all graphs share: a recorded graph would keep its own
             moved = batch.moved_states[: batch.size * state[0].numel()].view(-1, *state.shape[1:])
             state.index_copy_(0, rows, torch.index_select(state, 0, kept, out=moved))
 
-    def _batch_of_queries(self, batch: Batch, queries: int) -> Batch:
+    def _inputs_of_queries(self, batch: SpeculativeBatch, queries: int) -> DecodeInputs:
         count, table = batch.size * queries, batch.page_table
         tokens = torch.empty(count, dtype=torch.int64, device=table.device)
         sizes = ((count,), (count, table.shape[1]), (1,))
         spread = Queries(tokens, *(torch.empty(each, dtype=torch.int32, device=table.device) for each in sizes))
-        of_rows, rolling = slots_of(DraftRows, batch), self._setting.rolling
+        of_rows, rolling = batch.draft_rows, self._setting.rolling
         spread_queries(spread, of_rows, table, queries=queries, null_page=self._setting.null_page)
-        rows = {
-            "tokens": spread.query_tokens,
-            "rows": batch.query_rows[:count],
-            "pre_step_seqlens": spread.query_positions,
-            "page_table": spread.query_pages,
-            "live_rows": spread.live_queries,
-        }
+        inputs = DecodeInputs(
+            size=count,
+            tokens=spread.query_tokens,
+            rows=batch.query_rows[:count],
+            pre_step_seqlens=spread.query_positions,
+            page_table=spread.query_pages,
+            live_rows=spread.live_queries,
+        )
         if self._states:
-            rows["scan_rows"] = rows["rows"] // queries
-            rows["kept_states"] = rows["rows"] + self._setting.draft_state_row
-            rows["state_rows"] = batch.state_rows
-        if "adapters" in vars(batch):
-            rows["adapters"] = batch.adapters.repeat_interleave(queries)
-        if rolling is not None:
+            inputs.scan_rows = inputs.rows // queries
+            inputs.kept_states = inputs.rows + self._setting.draft_state_row
+            inputs.state_rows = batch.state_rows
+        if batch.adapters is not None:
+            inputs.adapters = batch.adapters.repeat_interleave(queries)
+        if rolling is not None and batch.rolling_table is not None:
             rolled = spread._replace(query_pages=torch.empty_like(spread.query_pages))
             spread_queries(rolled, of_rows, batch.rolling_table, queries=queries, null_page=rolling.null_page)
-            rows["rolling_table"] = rolled.query_pages
-        return Batch(count, rows)
+            inputs.rolling_table = rolled.query_pages
+        return inputs
 
-    def _finish_step(self, batch: Batch, queries: int, *, adapts: bool) -> None:
+    def _finish_step(self, batch: SpeculativeBatch, queries: int, *, adapts: bool) -> None:
         """Find the next step's drafts, and update the draft counts."""
         self._source.look(batch)
-        settle_drafts(slots_of(DraftRows, batch), queries=queries, adapts=adapts)
+        settle_drafts(batch.draft_rows, queries=queries, adapts=adapts)
 
-    def _end_launch(self, batch: Batch) -> None:
+    def _end_launch(self, batch: SpeculativeBatch) -> None:
         skip_steps(batch.step_index, batch.ring_tokens, batch.loop_limit, batch.loop_count, batch.step_entries)
         self._copy_drafts(batch)
 
-    def _copy_drafts(self, batch: Batch) -> None:
-        if self._is_cuda:
+    def _copy_drafts(self, batch: SpeculativeBatch) -> None:
+        if batch.host_drafts is not None:
             batch.host_drafts.copy_(batch.ring_drafts, non_blocking=True)
 
     def stage(self, rows: Sequence[RowInputs]) -> None:
         """Write the rows as for a plain step, their history and their first drafts."""
         super().stage(rows)
-        staged, before = self.buffers.staging(_HISTORY), self._staged_history
+        staged, before = self.buffers.staging(HISTORY), self._staged_history
         for row, inputs in enumerate(rows):
             tokens, begin = inputs.token_ids, 0
             if row < len(before) and before[row][0] is tokens:
@@ -296,7 +302,7 @@ class SpeculativeStep(DecodeStep):
             staged["history"][row, begin : len(tokens)] = tokens[begin:]
             staged["draft_limit"][row] = self._num_drafts if inputs.may_draft or row in self.guided_rows else 0
         self._staged_history = [(inputs.token_ids, len(inputs.token_ids)) for inputs in rows]
-        self.buffers.upload(_HISTORY, len(rows))
+        self.buffers.upload(HISTORY, len(rows))
         self.begin(len(rows))
 
     def begin(self, num_rows: int) -> None:
@@ -307,7 +313,8 @@ class SpeculativeStep(DecodeStep):
     def _found(self, num_rows: int) -> list[tuple[int, int]] | None:
         if self._is_cuda:
             return None
-        slots: list[np.ndarray] = [self.buffers.num_drafts.numpy(), self.buffers.match_lengths.numpy()]
+        batch = self.buffers.all_rows
+        slots: list[np.ndarray] = [batch.num_drafts.numpy(), batch.match_lengths.numpy()]
         return list(zip(*(slot[:num_rows].tolist() for slot in slots), strict=True))
 
     def read(self, steps: range, num_rows: int, *, logprobs: int | None) -> list[StepTokens]:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, make_dataclass
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from graphdecode.buckets import BucketLadder, StepShape
-from graphdecode.buffers import Batch, StepBuffers
+from graphdecode.buffers import StepBuffers
 from graphdecode.cache import LayerState, RollingPages
 from graphdecode.config import BucketConfig
 from graphdecode.config.sampling_params import SamplingParams
@@ -261,6 +261,17 @@ class StepSetting:
         return SamplingCapacity(*(getattr(self.config, name) for name in SamplingCapacity._fields))
 
     @property
+    def slot_sizes(self) -> dict[str, int | None]:
+        """Values of names in the shapes and pads of slots; None: without the slots that have it."""
+        return {
+            "pages": self.max_pages_per_row,
+            "null_page": self.null_page,
+            "null_state_row": self.null_state_row,
+            "null_rolling_page": None if self.rolling is None else self.rolling.null_page,
+            "no_adapter": None if self.model.adapters is None else NO_ADAPTER,
+        }
+
+    @property
     def ring_length(self) -> int:
         """See the function."""
         return ring_length(self.config)
@@ -282,13 +293,16 @@ class Drafting:
     is_cheap: bool  # plain steps make drafts, too; if False, `prefill` also gets the tokens that they fed
 
 
-class Step(ABC):
-    """One kind of step; only it knows the names of its slots.
+B = TypeVar("B")
+
+
+class Step(ABC, Generic[B]):
+    """One kind of step, over batches of one class; only it knows the names of its slots.
 
     Each shape is captured over the buffers narrowed to its rows.
     """
 
-    buffers: StepBuffers  # every tensor that it writes, and the slots that it reads
+    buffers: StepBuffers[B]  # every tensor that it writes, and the slots that it reads
     constants: Sequence[Tensor] = ()  # tensors that it only reads, besides the model's weights
     loop: Loop | None = None  # set: several steps per launch
     drafting: Drafting | None = None  # set: several queries per row
@@ -300,7 +314,7 @@ class Step(ABC):
         """Return the shapes that it can run; those with one query per row are the setting's `row_shapes`."""
 
     @abstractmethod
-    def run(self, shape: StepShape, batch: Batch, chunks: Chunks | None = None) -> None:
+    def run(self, shape: StepShape, batch: B, chunks: Chunks | None = None) -> None:
         """Run one of `shapes`, or one with more prompt tokens, over narrowed slots.
 
         `chunks`: prompts whose keys and values are computed in the same pass, if the shape has prompt tokens.
@@ -310,14 +324,14 @@ class Step(ABC):
     def stage(self, rows: Sequence[RowInputs]) -> None:
         """Write all slots of these rows, after the batch has changed."""
 
-    def begin(self, num_rows: int) -> None:  # noqa: B027 (optional)
+    def begin(self, num_rows: int) -> None:
         """Run the device work after staging; called by `stage`, and on other ranks."""
 
     @abstractmethod
     def stage_pages(self, pages: Sequence[Sequence[int]]) -> None:
         """Write only the rows' pages, if the same rows own more pages."""
 
-    def stage_masks(self, masks: Mapping[int, np.ndarray]) -> None:  # noqa: B027 (optional)
+    def stage_masks(self, masks: Mapping[int, np.ndarray]) -> None:
         """Write the token masks of some staged rows, by row."""
 
     @abstractmethod

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from graphdecode.buffers import Batch
+from graphdecode.buffers import Batch, StepSlots
 from graphdecode.errors import GraphdecodeError
 from graphdecode.graphs.errors import CaptureError, Refuse, caller, definition_of
 from graphdecode.graphs.inspect.owners import (
@@ -352,12 +352,11 @@ class LastOperator(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-class WatchedBatch(Batch):
+class _Watched:
     """A batch of aliases: changes of shape stay here, and rebinding a slot is refused."""
 
-    def __init__(self, batch: Batch, refuse: Refuse) -> None:
-        aliases = {k: v.detach() if isinstance(v, Tensor) else v for k, v in vars(batch).items()}
-        self.__dict__.update(aliases, _refuse=refuse, _names=frozenset(aliases))
+    _refuse: Refuse
+    _names: frozenset[str]
 
     def __setattr__(self, name: str, value: Any) -> None:
         # `batch.x += 1` writes in place, and then binds the slot to itself
@@ -370,8 +369,22 @@ class WatchedBatch(Batch):
         del self.__dict__[name]
 
 
+@functools.cache
+def _watched_class(kind: Any) -> Any:
+    return type(f"Watched{kind.__name__}", (_Watched, kind), {})
+
+
+def watched(batch: Batch | StepSlots, refuse: Refuse) -> Any:
+    """Return a batch of aliases, of the same class, that refuses to rebind slots."""
+    aliases = {k: v.detach() if isinstance(v, Tensor) else v for k, v in vars(batch).items()}
+    kind: Any = type(batch)
+    other = object.__new__(_watched_class(kind))
+    vars(other).update(aliases, _refuse=refuse, _names=frozenset(aliases))
+    return other
+
+
 @contextmanager
-def observed(observer: StepObserver, batch: Batch, *, step: Any = None) -> Iterator[Batch]:
+def observed(observer: StepObserver, batch: Batch | StepSlots, *, step: Any = None) -> Iterator[Any]:
     """Observe the step that runs over the yielded batch; afterwards, refuse writes by no operator of its thread.
 
     `step` is for their file and line.
@@ -379,8 +392,8 @@ def observed(observer: StepObserver, batch: Batch, *, step: Any = None) -> Itera
     Raises:
         CaptureError: no graph can replay the step, or it raised an error.
     """
-    watched = WatchedBatch(batch, observer.refuse)
-    observer.slot_views = {id(value) for value in vars(watched).values() if isinstance(value, Tensor)}
+    seen = watched(batch, observer.refuse)
+    observer.slot_views = {id(value) for value in vars(seen).values() if isinstance(value, Tensor)}
     tensors = observer.declared
     versions = {name: _version(tensor) for name, tensor in tensors.items()}
     try:
@@ -389,7 +402,7 @@ def observed(observer: StepObserver, batch: Batch, *, step: Any = None) -> Itera
             launches_watched(lambda: observer.depth > 0, observer.refuse, partial(setattr, observer, "in_setitem")),
             observer,
         ):
-            yield watched
+            yield seen
     except CaptureError:
         raise
     except Exception as error:

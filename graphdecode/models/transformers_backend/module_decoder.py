@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from graphdecode.attention import AttentionOptions, PagedDecodeAttention, QKNormRope, TokenByTokenAttention
-from graphdecode.buffers import Batch
 from graphdecode.cache import LayerState, paged
 from graphdecode.linear.experts import ExpertForm
 from graphdecode.linear.lora import AdapterSpan
@@ -24,7 +23,7 @@ from graphdecode.models.blocks import each_once
 from graphdecode.models.config import ModelShape, UnsupportedModelError
 from graphdecode.models.decoder import attend_chunks, attend_step, tokens_of
 from graphdecode.models.forward_context import Attend, Tokens, append_tokens
-from graphdecode.models.model import Chunks, Model
+from graphdecode.models.model import Chunks, DecodeInputs, Model
 from graphdecode.models.transformers_backend.masks import code_of_mask, visible_of
 from graphdecode.models.transformers_backend.states import ModuleStates, inputs_of
 
@@ -209,7 +208,7 @@ class ModuleDecoder(Model):
         plain = sum(each.nbytes for each in self.module.parameters() if id(each) not in tables)
         return plain + sum(form.nbytes for _, form in self._forms)
 
-    def decode(self, batch: Batch, caches: Sequence[LayerState], attention: PagedDecodeAttention) -> Tensor:
+    def decode(self, batch: DecodeInputs, caches: Sequence[LayerState], attention: PagedDecodeAttention) -> Tensor:
         """Run one decode step and return the logits [b, vocab]; see `Model.decode`."""
         attention.plan(batch.pre_step_seqlens, batch.live_rows)
         step = _Pass(tokens_of(batch), caches, attend_step(batch, attention))
