@@ -26,7 +26,7 @@ from triton.runtime.jit import JITFunction
 from graphdecode.buckets import StepShape
 from graphdecode.cache import PagedKVCache
 from graphdecode.config import BucketConfig
-from graphdecode.engine.steps import DecodeStep, StepSetting
+from graphdecode.engine.steps import DecodeBatch, DecodeStep, StepSetting
 from graphdecode.kernels.linear.small_linear import SmallLinearConfig, candidates, small_linear_triton
 from graphdecode.kernels.native import optional_triton
 from graphdecode.kernels.native.registration import NAMESPACE, versions

@@ -1,5 +1,6 @@
 """The steps that the engine can run, and their inputs and outputs."""
 
+from graphdecode.engine.steps.batches import DecodeBatch, SpeculativeBatch
 from graphdecode.engine.steps.decode import DecodeStep
 from graphdecode.engine.steps.speculative import SpeculativeStep
 from graphdecode.engine.steps.step import (
@@ -20,11 +21,13 @@ from graphdecode.engine.steps.step import (
 __all__ = [
     "ENDED_BEFORE",
     "NO_CHOICE",
+    "DecodeBatch",
     "DecodeStep",
     "Drafting",
     "RowInputs",
     "RowSampling",
     "SequenceMemory",
+    "SpeculativeBatch",
     "SpeculativeStep",
     "Step",
     "StepDrafts",
