@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..cache.kv_format import format_of
+from ..model.cap_logits import tanh
 from ..native.optional_triton import tl, triton
 
 LOG2_E = 1.4426950408889634
@@ -18,6 +19,7 @@ PLAN_TILE = 64  # tokens: rows are split between whole ones, whatever the tile o
 _TILE_BYTES = 32 * 1024  # keys and values of one 16-bit tile; two or three tiles are in flight
 _OTHER_BYTES = 8 * 1024  # of shared memory: queries, page numbers, what reductions exchange
 PROGRAM_REGISTERS = 168  # of a thread, at most, for three programs of four warps; the tests' budgets
+PAIR_REGISTERS = 128  # the same for two programs of eight warps
 _MOST_REGISTERS = 255  # of a thread
 _PROCESSOR_REGISTERS = 65536  # of every NVIDIA GPU from 2012 on
 _TRITON_DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32"}
@@ -131,15 +133,10 @@ def pages_of(pages, begin, end, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
 def altered(scores, logits, META: tl.constexpr):
     """Return what a layer's options make of scaled logits, which hold log2(e).
 
-    Capped ones are cap * log2(e) * tanh(s / (cap * log2(e))), with tanh(x) = 1 - 2 / (e^2x + 1), and of small x its
-    series, for the difference would cancel.
+    Capped ones are cap * log2(e) * tanh(s / (cap * log2(e))).
     """
     if META.HAS_CAP:
-        power = scores * logits.cap_step  # 2x log2(e)
-        square = power * power * 0.12011325  # x^2
-        series = 1.0 + square * (-0.33333334 + square * (0.13333334 + square * -0.053968254))
-        far = logits.options.logits_soft_cap * (1.0 - 2.0 / (tl.exp2(power) + 1.0))
-        scores = tl.where(square < 0.04, scores * series, far)
+        scores = logits.options.logits_soft_cap * tanh(scores * logits.cap_step)
     return scores
 
 

@@ -24,12 +24,14 @@ from .attention_records import (
 )
 from .attention_tile import (
     LOG2_E,
+    PAIR_REGISTERS,
     alibi_slope,
     attend_span,
     decode_tile,
     head_pages,
     load_queries,
     pages_of,
+    registers,
     rotate,
     to_compute,
 )
@@ -119,10 +121,13 @@ def decode_attention_triton(
         PAGE_SIZE=0 if table.shape[-1] == 1 and indptr is None else k_cache.shape[1], HAS_INDPTR=indptr is not None,
         HAS_LSE=lse is not None, CAUSAL=q_len > 1, MODE=mode, ALIBI_POWER=1 << (q.shape[1].bit_length() - 1),
     )  # fmt: skip
+    # two programs of eight warps, or the compiler spills to fit them
+    is_wide_int8 = meta.KV_BITS == "int8" and (meta.BLOCK_M, meta.BLOCK_V, q.itemsize) == (16, 256, 2)
+    limit = registers(PAIR_REGISTERS) if is_wide_int8 else {}
     pages = Pages.of(k_cache, v_cache, scales, table, table_stride=None if indptr is None else 0, v_unit=v_scale)
     _decode_attention_kernel[(max_items * heads.kv_heads, triton.cdiv(queries, meta.BLOCK_M))](
         Results(out, lse, *work[2:]), q, _Strides(*q.stride()), pages, indptr, work.kv_lens, work.plan,
-        q.shape[0] // q_len, heads, logits_of(head_dim, options, 1.0, *rope), META=meta, **launch_options(tile),
+        q.shape[0] // q_len, heads, logits_of(head_dim, options, 1.0, *rope), META=meta, **launch_options(tile), **limit,
     )  # fmt: skip
 
 
