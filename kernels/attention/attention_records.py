@@ -158,9 +158,8 @@ def logits_of(
     """Return the record of some options; the last two matter with rope alone."""
     scale, cap = options.scale_of(head_dim) * k_scale * LOG2_E, options.logits_soft_cap
     options = options._replace(sm_scale=scale, logits_soft_cap=cap * LOG2_E)
-    return Logits(
-        options, 1.0 / (cap * LOG2_E) if cap > 0.0 else 0.0, -2.0 / head_dim * math.log2(rope_theta), rope_scale
-    )
+    cap_step = 1.0 / (cap * LOG2_E) if cap > 0.0 else 0.0
+    return Logits(options, cap_step, -2.0 / head_dim * math.log2(rope_theta), rope_scale)
 
 
 def is_in_parts(q: Tensor, k_cache: Tensor) -> bool:

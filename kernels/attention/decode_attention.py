@@ -127,7 +127,8 @@ def decode_attention_triton(
     pages = Pages.of(k_cache, v_cache, scales, table, table_stride=None if indptr is None else 0, v_unit=v_scale)
     _decode_attention_kernel[(max_items * heads.kv_heads, triton.cdiv(queries, meta.BLOCK_M))](
         Results(out, lse, *work[2:]), q, _Strides(*q.stride()), pages, indptr, work.kv_lens, work.plan,
-        q.shape[0] // q_len, heads, logits_of(head_dim, options, 1.0, *rope), META=meta, **launch_options(tile), **limit,
+        q.shape[0] // q_len, heads, logits_of(head_dim, options, 1.0, *rope),
+        META=meta, **launch_options(tile), **limit,
     )  # fmt: skip
 
 

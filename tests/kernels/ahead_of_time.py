@@ -81,7 +81,7 @@ from graphdecode.kernels.sampling.sampling_slots import (
 )
 from graphdecode.kernels.speculation import ngram_draft, verify_drafts
 from graphdecode.kernels.speculation.verify_drafts import DRAFT_COLUMNS
-from graphdecode.kernels.surfaces import draw_tokens, filter_probs, query_rows
+from graphdecode.kernels.surfaces import cache_append, cache_moves, merge_states, query_rows, slot_cache
 from step_code.compiled import compiled
 from step_code.sass import usage_of
 
@@ -270,6 +270,63 @@ def latent_cases() -> dict[str, Callable[[], None]]:
         ),
         "append-latent-queries": lambda: append(heads, keys[:, :, :0]),
         "append-latent-keys": lambda: append(0, keys),
+    }
+
+
+def surface_cases() -> dict[str, Callable[[], None]]:
+    """The launches of the drop-ins: listed pages, log-sum-exps, rotation and biases in attention, and their caches."""
+    cases: dict[str, Callable[[], None]] = {}
+    heads, kv_heads, head_dim, q_len = 32, 8, 128, 4
+    ints = partial(torch.empty, dtype=torch.int32)
+    lens, plan, cumulative, table = ints(ROWS), ints(1024), ints(ROWS + 1), ints(ROWS, WIDTH)
+
+    def decode(dtype: torch.dtype, kv_dtype: torch.dtype, queries: int, mode: str, *options: Any) -> None:
+        cache = torch.empty(PAGES, PAGE_SIZE, kv_heads, head_dim, dtype=kv_dtype)
+        q, sums = torch.empty(ROWS * queries, heads, head_dim, dtype=dtype), torch.empty(ROWS * queries, heads)
+        sizes = (ROWS, queries, heads)
+        work = work_item.SplitPlan(lens, plan, torch.empty(*sizes, head_dim), torch.empty(*sizes, 2), lens)
+        decode_attention.decode_attention_triton(
+            q, sums, q, cache, cache, ints(ROWS * WIDTH), cumulative, work, queries, 33,
+            attention_records.AttentionOptions(None, *options), 0.5, Positions(mode, 2.0, 1e4), None,
+        )  # fmt: skip
+
+    every = (1024, 50.0, torch.empty(heads))
+    for dtype, kv_dtype, options in (
+        (torch.bfloat16, torch.bfloat16, every),
+        (torch.float16, torch.float8_e4m3fn, (1024,)),
+        (torch.float32, torch.float32, every),
+    ):
+        name = f"{str(dtype)[6:]}-{str(kv_dtype)[6:]}"
+        for mode in ("NONE", "ROPE_LLAMA", "ALIBI"):
+            cases[f"lists-{mode.lower()}-{name}"] = partial(decode, dtype, kv_dtype, 1, mode, *options)
+        cases[f"lists-queries-{name}"] = partial(decode, dtype, kv_dtype, q_len, "NONE", *options)
+    sizes = attention_plan.PlanSizes(33, 0, 1024, PAGE_SIZE, q_len)
+    cases["lists-plan"] = lambda: attention_plan.paged_attention_plan_triton(lens, plan, cumulative, lens, sizes)
+
+    cache, rows = (torch.empty(count, PAGE_SIZE, kv_heads, head_dim, dtype=torch.bfloat16) for count in (PAGES, ROWS))
+    new, sums = torch.empty(ROWS, 2, kv_heads, head_dim, dtype=torch.bfloat16), torch.empty(ROWS, 2, kv_heads)
+    packed, slots = new[:, 0], torch.empty(ROWS, kv_heads, 512, head_dim, dtype=torch.bfloat16)
+    at = new.transpose(1, 2)
+    return cases | {
+        "cache-append": lambda: cache_append.cache_append_triton(cache, cache, new, new, cumulative, cumulative, table),
+        "cache-append-rows": lambda: cache_append.cache_append_triton(
+            rows, rows, packed, packed, cumulative, cumulative, None
+        ),
+        "paged-append": lambda: cache_append.paged_append_triton(
+            cache, cache, packed, packed, lens, lens, table.view(-1), cumulative
+        ),
+        "plan-row-moves": lambda: cache_moves.plan_row_moves_triton(
+            ints(cache_moves.plan_words(ROWS)), lens, lens, lens, cumulative, cumulative
+        ),
+        "move-rows": lambda: cache_moves.move_rows_triton(rows, rows, ints(cache_moves.plan_words(ROWS))),
+        "merge-states": lambda: merge_states.merge_states_triton(packed, sums[:, 0], new, sums),
+        "merge-state": lambda: merge_states.merge_state_in_place_triton(
+            packed, sums[:, 0], packed, sums[:, 1], torch.empty(ROWS, dtype=torch.bool)
+        ),
+        "slot-scatter": lambda: slot_cache.slot_scatter_triton(slots, at, lens, ints(ROWS, 2), None, 1, 0),
+        "slot-scatter-shards": lambda: slot_cache.slot_scatter_triton(
+            slots, at, lens, ints(ROWS, 2), ints(ROWS, 2), 2, 0
+        ),
     }
 
 
@@ -551,6 +608,7 @@ def measure(arch: int) -> dict[str, dict[str, int]]:
     for kv_dtype in (torch.float8_e4m3fn, torch.int8):
         cases[f"append-norm-{str(kv_dtype)[6:]}-d128"] = append_case(128, (1, 1), kv_dtype)
     cases |= latent_cases()
+    cases |= surface_cases()
     cases |= step_cases()
     cases |= speculation_cases()
     cases |= linear_cases(arch)

@@ -28,6 +28,9 @@ REGISTER_SLACK = 8  # compilers of CUDA differ by a few; a spill is never allowe
 # Tritons differ by more, so that of one that the budgets were not taken with it is asked that everything fits
 IS_OF_BUDGETS = f"triton=={version('triton')}\n" in (HERE.parents[1] / "constraints.txt").read_text()
 SHARED_SLACK = 1024
+OF_ANGLES = 32  # bytes of a thread, not spilled: digits of 2 / pi where attention itself turns angles into sines
+# bytes of a thread that sm_100 spills, so that three programs fit: no register limit does without
+SPILLED = {"lists-none-float16-float8_e4m3fn/decode_attention_kernel": 8}
 # bytes of a thread that CUDA 12.8's compiler, Triton 3.6's, spills at 128 registers: a row's numbers, which are stored
 # once before a draw and read once behind it
 SPILLED_ELSEWHERE = (
@@ -66,7 +69,7 @@ def compiled(arch, pytestconfig, tmp_path_factory) -> dict[str, dict[str, int]]:
 
 def faults(case: str, numbers: dict[str, int], allowed: dict[str, int], arch: int) -> Iterator[str]:
     """Say what a kernel takes too much of."""
-    if numbers["stack"] > SPILLED_ELSEWHERE.get(case, 0):
+    if numbers["stack"] > (SPILLED_ELSEWHERE | SPILLED).get(case, OF_ANGLES if "-rope_llama-" in case else 0):
         yield f"{numbers['stack']} bytes are spilled"
     slack = REGISTER_SLACK if IS_OF_BUDGETS else numbers["registers"]
     if numbers["registers"] > allowed["registers"] + slack:

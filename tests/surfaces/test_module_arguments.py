@@ -291,9 +291,12 @@ def whole_layer(x, module, options):
     interleaved = options.get("qkv_weight_interleaved", True)
     parameters = {name: p.detach().double() for name, p in module.named_parameters()}
     parameters = split(parameters, options.get("fuse_qkv_params", False), interleaved)
-    inner = norm(x, parameters, QKV, "LayerNorm", 1e-5, False)
+    is_last, moves = options.get("output_layernorm"), options.get("apply_residual_connection_post_layernorm")
+    qkv = QKV.replace("layernorm_", "") if is_last else QKV
+    inner = x if is_last else norm(x, parameters, QKV, "LayerNorm", 1e-5, False)
+    residual = inner if moves else x
     q, k, v = (
-        product(inner, parameters, f"{QKV}.{n}_weight").unflatten(-1, (-1, DIM)) for n in ("query", "key", "value")
+        product(inner, parameters, f"{qkv}.{n}_weight").unflatten(-1, (-1, DIM)) for n in ("query", "key", "value")
     )
     kind, eps = options.get("qk_norm_type"), options.get("qk_norm_eps", 1e-6)
     first = options.get("qk_norm_before_rope", False)
@@ -304,12 +307,17 @@ def whole_layer(x, module, options):
             q, k = head_norm(q, parameters, "q_norm", kind, eps), head_norm(k, parameters, "k_norm", kind, eps)
     sinks = parameters.get("self_attention.core_attention.softmax_offset")
     out = attention(q, k, v, *seen_by(len(x), len(x), "causal"), sinks=sinks, cap=options.get("softcap", 0.0))
-    x = x + product(out, parameters, "self_attention.proj.weight")
-    inner = product(
-        norm(x, parameters, "layernorm_mlp", "LayerNorm", 1e-5, False), parameters, "layernorm_mlp.fc1_weight"
-    )
+    attended = product(out, parameters, "self_attention.proj.weight")
+    x = x if options.get("parallel_attention_mlp") else residual + attended
+    normed = norm(x, parameters, "layernorm_mlp", "LayerNorm", 1e-5, False)
+    inner = product(normed, parameters, "layernorm_mlp.fc1_weight")
     inner = activated(inner, options.get("activation", "gelu"), options.get("activation_params"))
-    return x + product(inner, parameters, "layernorm_mlp.fc2_weight")
+    out = (normed if moves else x) + product(inner, parameters, "layernorm_mlp.fc2_weight")
+    if is_last:
+        out = out - out.mean(-1, keepdim=True)
+        out = out / (out.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+        out = out * parameters["layernorm.weight"] + parameters["layernorm.bias"]
+    return out + attended if options.get("parallel_attention_mlp") else out
 
 
 LAYERS = [
@@ -318,6 +326,10 @@ LAYERS = [
     {"qk_norm_type": "LayerNorm", "qk_norm_before_rope": True, "qk_norm_eps": 0.1},
     {"qk_norm_type": "RMSNorm", "qk_norm_before_rope": True},
     {"qk_norm_type": "L2Normalization", "qk_norm_eps": 0.5},
+    {"parallel_attention_mlp": True},
+    {"output_layernorm": True},
+    {"apply_residual_connection_post_layernorm": True},
+    {"output_layernorm": True, "apply_residual_connection_post_layernorm": True},
     {"activation": "clamped_swiglu", "activation_params": {"limit": 0.7, "alpha": 1.2}},
     {"activation": "glu"},
     *({"activation": name} for name in (*PLAIN, *GATED)),
@@ -408,6 +420,87 @@ def test_alibi_and_windows_of_both_sides_are_captured_once_for_all_lengths():
     graphs.close()
 
 
+MATRICES = {  # of the call; what it does to logits [h, q, k] before the cap, and after it
+    "pre_scale_bias": lambda logits, bias, cap: cap * torch.tanh((logits + bias * DIM**-0.5) / cap),
+    "post_scale_bias": lambda logits, bias, cap: cap * torch.tanh(logits / cap) + bias,
+    "arbitrary": lambda logits, bias, cap: (cap * torch.tanh(logits / cap)).masked_fill(bias > 0.5, -math.inf),
+}
+
+
+@pytest.mark.parametrize("kind", MATRICES)
+@pytest.mark.parametrize("form", ["bshd", "sbhd"])
+@pytest.mark.parametrize("how", ["rows", "pages", "uncached"])
+def test_matrices_of_queries_and_keys_are_added_or_hide_them(kind, form, how, backend):
+    mask = "arbitrary" if kind == "arbitrary" else "no_mask" if how == "uncached" else "padding_causal"
+    module = DotProductAttention(HEADS, DIM, GROUPS, qkv_format=form, attn_mask_type=mask, softcap=1.5)
+    params, steps = None, ((5, 3), (1, 1), (2, 1))
+    if how == "uncached":
+        steps = ((5, 5),)
+    else:
+        params = cache(how == "pages", form, backend)
+        params.allocate_memory(1)
+    history = [[torch.empty(0, GROUPS, DIM) for _ in range(2)] for _ in "kv"]
+    generator = torch.Generator().manual_seed(5)
+    for seed, lengths in enumerate(steps):
+        new = new_tokens(lengths, seed)
+        history = [
+            [torch.cat(pair) for pair in zip(old, now, strict=True)] for old, now in zip(history, new[1:], strict=True)
+        ]
+        width = LENGTH if params else 5
+        shape = (2, 1, max(lengths), width) if seed == 1 else (1, HEADS, max(lengths), width)
+        matrix = torch.randn(shape, generator=generator)
+        matrix[..., 0] = 0.0  # a key that each query sees
+        if params:
+            params.pre_step(OrderedDict(zip("ab", lengths, strict=True)))
+        options = {"core_attention_bias_type": kind, "core_attention_bias": matrix.to(backend)}
+        if kind == "arbitrary":
+            options = {"attention_mask": (matrix > 0.5).to(backend)}
+        out = module(*(laid_out(rows, form).to(backend) for rows in new), inference_params=params, **options)
+        for row, result in enumerate(taken_apart(out, form, lengths)):
+            k, v = (rows[row].double().repeat_interleave(HEADS // GROUPS, 1) for rows in history)
+            logits = torch.einsum("qhd,khd->hqk", new[0][row].double(), k) * DIM**-0.5
+            own = matrix.double()[min(row, len(matrix) - 1), :, : lengths[row], : len(k)]
+            aligned = mask.replace("causal", "causal_bottom_right").replace("arbitrary", "no_mask")
+            logits = MATRICES[kind](logits, own, 1.5).masked_fill(~seen_by(lengths[row], len(k), aligned)[0], -math.inf)
+            right = torch.einsum("hqk,khd->qhd", logits.softmax(-1), v).flatten(-2)
+            torch.testing.assert_close(result.double().cpu(), right, atol=1e-5, rtol=1e-5)
+
+
+def test_matrices_that_do_not_fit_are_refused_by_name():
+    new = [laid_out(rows, "bshd") for rows in new_tokens((2, 2))]
+    module = DotProductAttention(HEADS, DIM, GROUPS, qkv_format="bshd")
+    for wrong in (torch.zeros(1, HEADS, 2, 3), torch.zeros(HEADS, 2, 2), torch.zeros(1, 1, 2, 2).int(), None):
+        with pytest.raises(ValueError, match="core_attention_bias"):
+            module(*new, core_attention_bias_type="post_scale_bias", core_attention_bias=wrong)
+    with pytest.raises(ValueError, match="core_attention_bias"):
+        module(*new, core_attention_bias=torch.zeros(1, 1, 2, 2))
+    with pytest.raises(ValueError, match="attention_mask"):
+        module(*new, torch.zeros(1, 1, 2, 2), attn_mask_type="arbitrary")
+    packed = [torch.cat(rows) for rows in new_tokens((2, 2))]
+    with pytest.raises(ValueError, match=r"core_attention_bias.*bshd"):
+        module(
+            *packed, qkv_format="thd", cu_seqlens_q=torch.tensor([0, 2, 4]).int(), core_attention_bias=torch.zeros(1),
+            core_attention_bias_type="post_scale_bias",
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_bias_and_what_the_norm_made_are_returned_beside_the_output(bias):
+    options = {"input_layernorm": True, "qkv_format": "bshd", "bias": bias, "device": "cpu"}
+    plain = randomized(MultiheadAttention(HIDDEN, HEADS, DIM, **options), 7)
+    x = torch.randn(2, 3, HIDDEN)
+    apart = MultiheadAttention(HIDDEN, HEADS, DIM, return_bias=True, return_layernorm_output=True, **options)
+    apart.load_state_dict(plain.state_dict())
+    out, own, normed = apart(x)
+    assert (own is apart.proj.bias) if bias else own.numel() == 0
+    torch.testing.assert_close(out + own if bias else out, plain(x))
+    parameters = {name: p.double() for name, p in plain.named_parameters()}
+    right = norm(x.double(), parameters, "layernorm_qkv", "LayerNorm", 1e-5, False)
+    torch.testing.assert_close(normed.double(), right, atol=1e-5, rtol=1e-5)
+    with pytest.raises(ValueError, match="parallel_attention_mlp"):
+        TransformerLayer(HIDDEN, 20, HEADS, parallel_attention_mlp=True, output_layernorm=True, device="cpu")
+
+
 def test_state_dicts_have_the_published_names():
     def names(**options):
         return set(MultiheadAttention(HIDDEN, HEADS, DIM, device="cpu", **options).state_dict())
@@ -451,6 +544,10 @@ def test_dropout_is_refused_in_training_mode_alone():
     TransformerLayer(HIDDEN, 20, HEADS, hidden_dropout=0.0, attention_dropout=0.0, device="cpu").train()(x)
     for options in (
         {"activation_params": {"limit": 1.0}},
+        {"parallel_attention_mlp": True},
+        {"output_layernorm": True},
+        {"apply_residual_connection_post_layernorm": True},
+        {"output_layernorm": True, "apply_residual_connection_post_layernorm": True},
         {"activation": "clamped_swiglu", "activation_params": {"beta": 1}},
     ):
         with pytest.raises(ValueError, match="activation_params"):

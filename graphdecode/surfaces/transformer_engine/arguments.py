@@ -17,9 +17,8 @@ _SHARDS = "a module is not split over several devices"
 _CONTEXT = "a sequence is not split over several devices"
 _BACKWARD = "there is no backward pass"
 _CROSS = "there is no cross attention: a decoder's cache has its own tokens alone"
-_ORDER = "norms stand before attention and perceptron, and the residual stream is that before the norms"
 _FP8 = "attention has no FP8 recipe; a cache may have floats of 8 bits"
-_SCORES = "scores are made by kernels that are compiled ahead"
+_SCORES = "it builds a graph of cuDNN's, and kernels here are compiled ahead"
 
 # argument -> its neutral values, of each module and method that has it
 NEUTRAL = {
@@ -35,15 +34,8 @@ NEUTRAL = {
     "fuse_wgrad_accumulation": Neutral((False,), _BACKWARD),
     "score_mod_bprop": Neutral((None,), _BACKWARD),
     "score_mod_bprop_tensors": Neutral((None,), _BACKWARD),
-    "return_bias": Neutral((False,), "biases are added where they are"),
-    "return_layernorm_output": Neutral((False,), _ORDER),
-    "apply_residual_connection_post_layernorm": Neutral((False,), _ORDER),
-    "output_layernorm": Neutral((False,), _ORDER),
-    "parallel_attention_mlp": Neutral((False,), _ORDER),
     "return_max_logit": Neutral((False,), "the largest logit serves an optimizer"),
     "fp8_output": Neutral((False,), _FP8),
-    "core_attention_bias_type": Neutral(("no_bias", "alibi"), "there is no matrix of biases over a cache"),
-    "core_attention_bias": Neutral((None,), "there is no matrix of biases over a cache"),
     "score_mod": Neutral((None,), _SCORES),
     "score_mod_tensors": Neutral((None,), _SCORES),
     "thd_attention_policies": Neutral((None,), "all sequences of a step have one mask"),

@@ -16,7 +16,7 @@ from graphdecode.cache.errors import require_choice
 from .arguments import require_neutral
 from .cache_managers import QKV_FORMATS
 from .inference_params import OUTPUT_FORMATS, InferenceParams
-from .masks import Mask, Sequences, attend, slopes_of
+from .masks import Mask, Sequences, attend, biases_of
 
 SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
 
@@ -145,13 +145,17 @@ class DotProductAttention(nn.Module):
             key_layer: the new tokens' keys, the same with the key/value heads.
             value_layer: likewise.
             attention_mask: bool [b, 1, 1, s], true for padding after each row's tokens; without a cache, for a padding
-                mask without `cu_seqlens_q`.
+                mask without `cu_seqlens_q`. Of an arbitrary mask, true for keys that are not seen, broadcastable to
+                [b, h, s, keys]; over a cache keys are `max_sequence_length`, and those that a row does not have are not
+                seen anyway.
             qkv_format, attn_mask_type, window_size, bottom_right_diagonal, softcap: None: the module's.
             cu_seqlens_q: int32 [b + 1], sums of the tokens of each row; without a cache, for thd and rows with padding.
             cu_seqlens_kv: the same of the keys; None: `cu_seqlens_q`.
             cu_seqlens_q_padded: int32 [b + 1], where rows begin in thd if there is padding between them.
             cu_seqlens_kv_padded: likewise for keys; None: `cu_seqlens_q_padded`.
-            core_attention_bias_type: `no_bias` or `alibi`.
+            core_attention_bias_type: one of `masks.BIAS_TYPES`.
+            core_attention_bias: added to the logits, before they are scaled and capped or after it, as the type says;
+                of the shape of an arbitrary mask.
             alibi_slopes: float32 [h] or [b, h]; None: the published ones.
             inference_params: the cache; `pre_step` has been called, and memory for this layer allocated. Lengths are
                 the cache's, those given here have no effect. None: the tokens attend only to one another.
@@ -173,10 +177,17 @@ class DotProductAttention(nn.Module):
         cap = self.softcap if softcap is None else softcap
         _check_softcap(cap)
         query, keys, values = _unpacked((query_layer, key_layer, value_layer), qkv_layer, kv_layer, qkv_interleave_dim)
-        slopes = slopes_of(core_attention_bias_type, alibi_slopes, query.shape[-2], query.device)
+        hidden = attention_mask if kind == "arbitrary" else None
+        if kind == "arbitrary" and hidden is None:
+            raise ValueError("attention_mask must be given with attn_mask_type='arbitrary', got None")
+        shape = None
+        if layout != "thd":
+            known = keys.shape[layout.index("s")] if inference_params is None else inference_params.max_sequence_length
+            shape = (query.shape[layout.index("b")], query.shape[-2], query.shape[layout.index("s")], known)
+        biases = biases_of(core_attention_bias_type, alibi_slopes, core_attention_bias, hidden, shape, query)
         form = OUTPUT_FORMATS[layout]
         if inference_params is not None:
-            if attention_mask is not None:
+            if attention_mask is not None and hidden is None:
                 raise ValueError("attention_mask must be None with inference_params: padding follows from the lengths")
             keys, values, cu_q, cu_kv, _, form = inference_params.step(self.layer_number, keys, values, layout)
             table = inference_params.cache_manager.page_table if inference_params.is_paged else None
@@ -192,7 +203,7 @@ class DotProductAttention(nn.Module):
             is_aligned = given.begins is given.cu_q and (given.cu_kv is given.cu_q or mask.bottom_right)
         sinks = None if self.softmax_offset is None else self.softmax_offset.float()
         options = AttentionOptions(self.softmax_scale, mask.left, cap, sinks)
-        return attend(query, form, mask, given, options, slopes, is_aligned).flatten(-2)
+        return attend(query, form, mask, given, options, biases, is_aligned).flatten(-2)
 
 
 def require_eval(module: nn.Module, **dropouts: float) -> None:

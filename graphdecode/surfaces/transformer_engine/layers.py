@@ -7,13 +7,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import linear
 
 from graphdecode.buffers import default_device
 
 from .arguments import require_neutral
 from .dot_product_attention import DotProductAttention, require_eval
 from .inference_params import InferenceParams
-from .projections import HeadNorm, Initializers, LayerNormMLP, LayerNormQKV, NormSettings, QKVLayout, frozen
+from .projections import Initializers, LayerNormMLP, LayerNormQKV, Norm, NormSettings, QKVLayout, frozen
 from .rotary import apply_rotary_pos_emb
 
 
@@ -31,6 +32,8 @@ class MultiheadAttention(nn.Module):
         output_layer_init_method: likewise that of `proj`.
         get_rng_state_tracker: returns an object whose `fork()` is a context; weights are filled within it.
         params_dtype: None means torch's default.
+        return_bias: whether the bias of `proj` is returned in place of being added.
+        return_layernorm_output: whether the norm's output is returned, too.
         input_layernorm: whether there is a norm.
         fuse_qkv_params: whether queries, keys and values have one `weight` and one `bias`.
         qkv_weight_interleaved: whether these have the heads of each group together: its queries, its key, its value;
@@ -108,6 +111,7 @@ class MultiheadAttention(nn.Module):
         self.qkv_format = qkv_format
         self.kv_channels = hidden_size // num_attention_heads if kv_channels is None else kv_channels
         self.rotary_pos_interleaved, self.qk_norm_before_rope = rotary_pos_interleaved, qk_norm_before_rope
+        self.return_bias, self.return_layernorm_output = return_bias, return_layernorm_output and input_layernorm
         place = default_device(device)
         like = {"dtype": params_dtype or torch.get_default_dtype(), "device": place}
         groups = num_attention_heads if num_gqa_groups is None else num_gqa_groups
@@ -123,7 +127,8 @@ class MultiheadAttention(nn.Module):
         self.add_module(self.qkv_name, LayerNormQKV(settings, heads))
         self.q_norm = self.k_norm = None
         if qk_norm_type is not None:
-            self.q_norm, self.k_norm = (HeadNorm(qk_norm_type, self.kv_channels, qk_norm_eps, like) for _ in "qk")
+            settings_of_heads = ("qk_norm_type", qk_norm_type, self.kv_channels, qk_norm_eps, like)
+            self.q_norm, self.k_norm = (Norm(*settings_of_heads) for _ in "qk")
         self.proj = nn.Linear(inner, hidden_size, bias=False, device="meta")
         self.proj.weight = init.weight(hidden_size, inner, like=like, is_outer=True)
         self.proj.register_parameter("bias", frozen(hidden_size, value=0.0, like=like) if bias else None)
@@ -155,7 +160,7 @@ class MultiheadAttention(nn.Module):
         thd_attention_policies: object = None,
         thd_attention_policy_dispatch: str = "auto",
         softcap: float | None = None,
-    ) -> Tensor:
+    ) -> Tensor | tuple[Tensor, ...]:
         """Attend from the step's tokens; a layer that the cache does not know gets its memory here.
 
         Args:
@@ -164,11 +169,17 @@ class MultiheadAttention(nn.Module):
             rotary_pos_emb: angles [s2, 1, 1, d2], or a pair for queries and keys; tokens are rotated to the positions
                 from `get_seqlens_pre_step` on.
             others: see `DotProductAttention.forward`.
+
+        Returns:
+            The output; with `return_bias` that without the bias of `proj`, and the bias; with `return_layernorm_output`
+            also what the norm made of `hidden_states`.
         """
         require_neutral(locals())
         if inference_params is not None and self.layer_number not in inference_params.cache_manager.cache:
             inference_params.allocate_memory(self.layer_number)
-        query, key, value = getattr(self, self.qkv_name)(hidden_states)
+        qkv = getattr(self, self.qkv_name)
+        normed = qkv.normalize(hidden_states)
+        query, key, value = qkv(hidden_states, normed)
         if self.qk_norm_before_rope:
             query, key = self._normed(query, key)
         if rotary_pos_emb is not None:
@@ -185,11 +196,18 @@ class MultiheadAttention(nn.Module):
             bottom_right_diagonal=bottom_right_diagonal,
             softcap=softcap,
             core_attention_bias_type=core_attention_bias_type,
+            core_attention_bias=core_attention_bias,
             alibi_slopes=alibi_slopes,
             inference_params=inference_params,
             pad_between_seqs=pad_between_seqs,
         )
-        return self.proj(out)
+        results = [self.proj(out)]
+        if self.return_bias:
+            bias = self.proj.bias
+            results = [linear(out, self.proj.weight), out.new_empty(0) if bias is None else bias]
+        if self.return_layernorm_output:
+            results.append(normed)
+        return results[0] if len(results) == 1 else tuple(results)
 
     def _normed(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         if self.q_norm is None or self.k_norm is None:
@@ -217,7 +235,7 @@ class MultiheadAttention(nn.Module):
 
 
 class TransformerLayer(nn.Module):
-    """A decoder layer, norms first: `self_attention` and `layernorm_mlp`.
+    """A decoder layer: `self_attention` and `layernorm_mlp`, each with a norm before it.
 
     Arguments that `MultiheadAttention` has too mean the same.
 
@@ -228,6 +246,9 @@ class TransformerLayer(nn.Module):
         output_layer_init_method: fills its second, too.
         activation: one of `projections.ACTIVATIONS`.
         activation_params: of `clamped_swiglu`: `limit`, `alpha`, `glu_linear_offset`.
+        apply_residual_connection_post_layernorm: whether residual connections begin behind the norms.
+        output_layernorm: whether the norm of attention's input stands at the layer's end instead, as `layernorm`.
+        parallel_attention_mlp: whether attention and perceptron have the same input; excludes the two before.
         self_attn_mask_type: see `DotProductAttention`.
         attn_input_format: `sbhd`, `bshd` or `thd`.
 
@@ -293,13 +314,21 @@ class TransformerLayer(nn.Module):
     ) -> None:
         require_neutral(locals())
         super().__init__()
+        if parallel_attention_mlp and (apply_residual_connection_post_layernorm or output_layernorm):
+            raise ValueError(
+                "parallel_attention_mlp excludes apply_residual_connection_post_layernorm and output_layernorm, got "
+                f"{apply_residual_connection_post_layernorm} and {output_layernorm}"
+            )
         self.hidden_dropout = hidden_dropout
+        self.apply_residual_connection_post_layernorm = apply_residual_connection_post_layernorm
+        self.output_layernorm, self.parallel_attention_mlp = output_layernorm, parallel_attention_mlp
         self.self_attention = MultiheadAttention(
             *(hidden_size, num_attention_heads, kv_channels, attention_dropout, layernorm_epsilon),
             *(init_method, output_layer_init_method, layer_number, self_attn_mask_type, window_size),
             *(bottom_right_diagonal, softcap),
             num_gqa_groups=num_gqa_groups, get_rng_state_tracker=get_rng_state_tracker, params_dtype=params_dtype,
-            input_layernorm=True, fuse_qkv_params=fuse_qkv_params, zero_centered_gamma=zero_centered_gamma,
+            return_layernorm_output=apply_residual_connection_post_layernorm, input_layernorm=not output_layernorm,
+            fuse_qkv_params=fuse_qkv_params, zero_centered_gamma=zero_centered_gamma,
             qkv_weight_interleaved=qkv_weight_interleaved, rotary_pos_interleaved=rotary_pos_interleaved, bias=bias,
             normalization=normalization, device=device, qkv_format=attn_input_format, qk_norm_type=qk_norm_type,
             qk_norm_eps=qk_norm_eps, qk_norm_before_rope=qk_norm_before_rope, softmax_type=softmax_type,
@@ -309,6 +338,9 @@ class TransformerLayer(nn.Module):
         init = Initializers(init_method, output_layer_init_method, get_rng_state_tracker)
         norm = NormSettings(hidden_size, layernorm_epsilon, normalization, zero_centered_gamma, bias, like, init)
         self.layernorm_mlp = LayerNormMLP(norm, ffn_hidden_size, activation, activation_params)
+        if output_layernorm:
+            of_layer = ("normalization", normalization, hidden_size, layernorm_epsilon, like)
+            self.layernorm = Norm(*of_layer, zero_centered=zero_centered_gamma)
         self.eval()
 
     def forward(
@@ -358,11 +390,18 @@ class TransformerLayer(nn.Module):
             inference_params=inference_params,
             rotary_pos_emb=rotary_pos_emb,
             core_attention_bias_type=core_attention_bias_type,
+            core_attention_bias=core_attention_bias,
             alibi_slopes=alibi_slopes,
             cu_seqlens_q=cu_seqlens_q,
             cu_seqlens_q_padded=cu_seqlens_q_padded,
             pad_between_seqs=pad_between_seqs,
             softcap=softcap,
         )
-        hidden_states = hidden_states + attended
-        return hidden_states + self.layernorm_mlp(hidden_states)
+        if self.parallel_attention_mlp:
+            return hidden_states + (attended + self.layernorm_mlp(hidden_states))
+        attended, residual = attended if isinstance(attended, tuple) else (attended, hidden_states)
+        hidden_states = residual + attended
+        normed = self.layernorm_mlp.normalize(hidden_states)
+        residual = normed if self.apply_residual_connection_post_layernorm else hidden_states
+        out = residual + self.layernorm_mlp(hidden_states, normed)
+        return self.layernorm(out) if self.output_layernorm else out

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from graphdecode.attention.cached import attend_from_rows, cached_attention
-from graphdecode.cache.errors import require_choice
+from graphdecode.cache.errors import require_choice, require_tensors
 from graphdecode.kernels.attention.attention_records import AttentionOptions
 from graphdecode.kernels.attention.attention_torch import alibi_slopes
 
@@ -20,7 +21,9 @@ MASK_TYPES = (
     "padding_causal",
     "causal_bottom_right",
     "padding_causal_bottom_right",
+    "arbitrary",
 )
+BIAS_TYPES = ("no_bias", "pre_scale_bias", "post_scale_bias", "alibi")
 
 
 class Mask(NamedTuple):
@@ -59,11 +62,27 @@ class Sequences(NamedTuple):
     begins: Tensor  # int32 [rows + 1], where the queries of each row begin in thd
 
 
+class Biases(NamedTuple):
+    """What is added to logits and what hides keys, where there is any of it."""
+
+    slopes: Tensor | None = None  # float32 [heads] or [rows, heads], of ALiBi
+    # broadcastable to [rows, heads, queries, keys]; queries count from the step's first of their row
+    matrix: Tensor | None = None
+    is_scaled: bool = False  # whether the scale, and the cap behind it, are the matrix's too
+    hidden: Tensor | None = None  # bool, likewise: keys that are not seen
+
+    @property
+    def are_none(self) -> bool:
+        """Whether there are none."""
+        return self.slopes is None and self.matrix is None and self.hidden is None
+
+
 class _Queries(NamedTuple):
     """Tokens of a step, one after another, and what they see."""
 
     q: Tensor  # [tokens, heads, d]
     rows: Tensor  # int64 [tokens], the sequence of each
+    inside: Tensor  # int64 [tokens], its number among the step's tokens of that
     at: Tensor  # int64 [tokens], the position of each
     seen: Tensor  # int64 [tokens], the number of keys of its sequence that a mask without a window lets it see
 
@@ -82,7 +101,7 @@ def _queries(q: Tensor, form: str, mask: Mask, given: Sequences) -> _Queries:
     new, known = given.cu_q.diff()[rows].long(), given.cu_kv.diff()[rows].long()
     at = inside + known - new if mask.bottom_right else inside
     seen = torch.minimum(at + 1, known).clamp(min=0) if mask.is_causal else known
-    return _Queries(q, rows, at, torch.where(inside < new, seen, 0))
+    return _Queries(q, rows, inside, at, torch.where(inside < new, seen, 0))
 
 
 def _laid_back(out: Tensor, q: Tensor, form: str) -> Tensor:
@@ -105,13 +124,11 @@ def attend_token_by_token(q: Tensor, form: str, mask: Mask, given: Sequences, op
 
 
 def attend_densely(
-    q: Tensor, form: str, mask: Mask, given: Sequences, options: AttentionOptions, slopes: Tensor | None
+    q: Tensor, form: str, mask: Mask, given: Sequences, options: AttentionOptions, biases: Biases
 ) -> Tensor:
-    """Attend under any mask, and with the biases of ALiBi, by torch's operators over all places of each sequence.
+    """Attend under any mask, and with any biases, by torch's operators over all places of each sequence.
 
-    Args:
-        slopes: float32 [heads] or [rows, heads]; None: no biases. A query at i adds `-slope * abs(i - j)` to the logit
-            of key j, after the cap.
+    With slopes a query at i adds `-slope * abs(i - j)` to the logit of key j, after the cap.
     """
     tokens = _queries(q, form, mask, given)
     kv_heads = given.keys.shape[2]
@@ -129,27 +146,44 @@ def attend_densely(
         here = slice(None) if is_packed else slice(row * width, (row + 1) * width)
         at, seen = tokens.at[here, None], tokens.seen[here, None]
         logits = torch.einsum("thgd,phd->thgp", wide[here], keys.float())
+        spread = partial(_spread, row=row, inside=tokens.inside[here], places=len(places), kv_heads=kv_heads)
+        if biases.matrix is not None and biases.is_scaled:
+            logits = logits + spread(biases.matrix).float() * options.scale_of(q.shape[-1])
         if options.logits_soft_cap > 0:
             logits = torch.tanh(logits / options.logits_soft_cap) * options.logits_soft_cap
-        if slopes is not None:
-            of_row = (
-                (slopes if slopes.dim() == 1 else slopes[min(row, len(slopes) - 1)]).float().view(1, kv_heads, -1, 1)
-            )
+        if biases.matrix is not None and not biases.is_scaled:
+            logits = logits + spread(biases.matrix).float()
+        if biases.slopes is not None:
+            slopes = biases.slopes if biases.slopes.dim() == 1 else biases.slopes[min(row, len(biases.slopes) - 1)]
+            of_row = slopes.float().view(1, kv_heads, -1, 1)
             logits = logits - of_row * (at - places).abs()[:, None, None]
         visible = (places < seen) & (tokens.rows[here, None] == row)
         if mask.left >= 0:
             visible = visible & (places >= at - mask.left) & (places <= at + mask.right)
-        logits = logits.masked_fill(~visible[:, None, None], -math.inf)
+        visible = visible[:, None, None]
+        if biases.hidden is not None:
+            visible = visible & ~spread(biases.hidden)
+        logits = logits.masked_fill(~visible, -math.inf)
         if options.sinks is None:
             weights = torch.softmax(logits, -1)
         else:
             sinks = options.sinks.view(1, kv_heads, -1, 1).expand(*logits.shape[:-1], 1)
             weights = torch.softmax(torch.cat((logits, sinks), -1), -1)[..., :-1]
-        weights = torch.where(visible[:, None, None], weights, 0.0)
+        weights = torch.where(visible, weights, 0.0)
         known = (places < given.cu_kv[row + 1] - given.cu_kv[row])[:, None, None]
         part = torch.einsum("thgp,phd->thgd", weights, torch.where(known, values.float(), 0.0)).flatten(1, 2)
         out[here] = torch.where((tokens.rows[here] == row)[:, None, None], part.to(out.dtype), out[here])
     return _laid_back(out, q, form)
+
+
+def _spread(matrix: Tensor, *, row: int, inside: Tensor, places: int, kv_heads: int) -> Tensor:
+    """Return a row's part [tokens, kv heads, group, places] of a matrix, each dimension of which may be one."""
+    own = matrix[row if matrix.shape[0] > 1 else 0]  # [heads, queries, keys]
+    own = (own.index_select(1, inside.clamp(max=own.shape[1] - 1)) if own.shape[1] > 1 else own).transpose(0, 1)
+    if own.shape[-1] > 1:
+        own = own[..., :places]
+        own = torch.nn.functional.pad(own, (0, places - own.shape[-1]))
+    return own.unsqueeze(1) if own.shape[1] == 1 else own.unflatten(1, (kv_heads, -1))
 
 
 def attend(
@@ -158,7 +192,7 @@ def attend(
     mask: Mask,
     given: Sequences,
     options: AttentionOptions,
-    slopes: Tensor | None,
+    biases: Biases,
     is_aligned: bool,
 ) -> Tensor:
     """Attend by the fastest way that has the mask and the biases; see `attend_densely`.
@@ -167,25 +201,60 @@ def attend(
         is_aligned: whether each row's newest query has its newest key's position, and thd has no padding between rows.
     """
     has_one = not form.startswith("thd") and q.shape[form.index("s")] == 1
-    if slopes is None and is_aligned and (mask.is_causal or has_one):
+    if biases.are_none and is_aligned and (mask.is_causal or has_one):
         return cached_attention(
             q, given.keys, given.values, given.cu_q, given.cu_kv, qkv_format=form, page_table=given.table,
             sm_scale=options.sm_scale, window_left=options.window_left, logits_soft_cap=options.logits_soft_cap,
             sinks=options.sinks,
         )  # fmt: skip
-    if slopes is None and mask.left < 0:
+    if biases.are_none and mask.left < 0:
         return attend_token_by_token(q, form, mask, given, options)
-    return attend_densely(q, form, mask, given, options, slopes)
+    return attend_densely(q, form, mask, given, options, biases)
 
 
-def slopes_of(kind: str, given: Tensor | None, heads: int, device: torch.device) -> Tensor | None:
-    """Return the slopes of ALiBi, or None; `kind` is the published `core_attention_bias_type`."""
+def biases_of(
+    kind: str,
+    slopes: Tensor | None,
+    matrix: Tensor | None,
+    hidden: Tensor | None,
+    shape: tuple[int, ...] | None,
+    q: Tensor,
+) -> Biases:
+    """Return the biases of published arguments.
+
+    Args:
+        kind: `core_attention_bias_type`.
+        slopes, matrix: `alibi_slopes` and `core_attention_bias`.
+        hidden: the `attention_mask` of an arbitrary mask.
+        shape: rows, heads, queries and keys; None: they are packed, and have no such matrices.
+        q: the queries.
+
+    Raises:
+        ValueError: an argument does not fit.
+    """
+    require_choice("core_attention_bias_type", kind, BIAS_TYPES)
+    if ("scale" in kind) != (matrix is not None):
+        must = "given" if "scale" in kind else "None"
+        raise ValueError(f"core_attention_bias must be {must} with core_attention_bias_type={kind!r}")
+    for name, given, dtypes in (
+        ("core_attention_bias", matrix, (torch.float32, torch.float16, torch.bfloat16)),
+        ("attention_mask", hidden, (torch.bool,)),
+    ):
+        if given is None:
+            continue
+        if shape is None:
+            raise ValueError(f"{name} of queries and keys needs qkv_format bshd or sbhd, got thd")
+        require_tensors(q.device, **{name: given})
+        fits = given.dim() == 4 and all(n in (1, most) for n, most in zip(given.shape, shape, strict=True))
+        if not fits or given.dtype not in dtypes:
+            raise ValueError(f"{name} must be broadcastable to {shape}, got {given.dtype} {tuple(given.shape)}")
+    heads = q.shape[-2]
     if kind != "alibi":
-        if given is not None:
+        if slopes is not None:
             raise ValueError(f"alibi_slopes need core_attention_bias_type='alibi', got {kind!r}")
-        return None
-    if given is None:
-        return alibi_slopes(heads, device)
-    if given.dim() not in (1, 2) or given.shape[-1] != heads:
-        raise ValueError(f"alibi_slopes must be [{heads}] or [batch, {heads}], got {tuple(given.shape)}")
-    return given
+        return Biases(None, matrix, kind == "pre_scale_bias", hidden)
+    if slopes is None:
+        return Biases(alibi_slopes(heads, q.device), hidden=hidden)
+    if slopes.dim() not in (1, 2) or slopes.shape[-1] != heads:
+        raise ValueError(f"alibi_slopes must be [{heads}] or [batch, {heads}], got {tuple(slopes.shape)}")
+    return Biases(slopes, hidden=hidden)

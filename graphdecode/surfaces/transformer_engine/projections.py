@@ -104,20 +104,23 @@ def _normed(x: Tensor, gain: Tensor, bias: Tensor | None, eps: float) -> Tensor:
     return out.view(x.shape)
 
 
-class HeadNorm(nn.Module):
-    """A norm of each head of queries or keys, one of `QK_NORMS`: `weight`, and `bias` for LayerNorm."""
+class Norm(nn.Module):
+    """A norm, one of `QK_NORMS`: `weight`, and `bias` for LayerNorm."""
 
-    def __init__(self, kind: str, size: int, eps: float, like: dict[str, object]) -> None:
+    def __init__(
+        self, name: str, kind: str, size: int, eps: float, like: dict[str, object], *, zero_centered: bool = False
+    ) -> None:
         super().__init__()
-        require_choice("qk_norm_type", kind, QK_NORMS)
-        self.eps = eps
-        self.weight = None if kind == "L2Normalization" else frozen(size, value=1.0, like=like)
+        require_choice(name, kind, QK_NORMS)
+        self.eps, self.zero_centered = eps, zero_centered
+        one = 0.0 if zero_centered else 1.0
+        self.weight = None if kind == "L2Normalization" else frozen(size, value=one, like=like)
         self.bias = frozen(size, value=0.0, like=like) if kind == "LayerNorm" else None
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the norm of `x` [..., size]."""
         if self.weight is not None:
-            return _normed(x, self.weight, self.bias, self.eps)
+            return _normed(x, self.weight + 1.0 if self.zero_centered else self.weight, self.bias, self.eps)
         wide = x.float()
         return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + self.eps)).to(x.dtype)
 
@@ -151,9 +154,9 @@ class LayerNormQKV(Normalized):
             bias = frozen(size, value=0.0, like=settings.like) if settings.bias else None
             self.register_parameter(f"{name}bias", bias)
 
-    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Return queries, keys and values of `x` [..., hidden], [..., heads, dim] each."""
-        x, heads = self.normalize(x), self.heads
+    def forward(self, x: Tensor, normed: Tensor | None = None) -> tuple[Tensor, ...]:
+        """Return queries, keys and values of `x` [..., hidden], [..., heads, dim] each; see `LayerNormMLP.forward`."""
+        x, heads = self.normalize(x) if normed is None else normed, self.heads
         flat = [F.linear(x, getattr(self, f"{name}weight"), getattr(self, f"{name}bias")) for name in self.sizes]
         if not heads.is_fused:
             return tuple(part.unflatten(-1, (-1, heads.dim)) for part in flat)
@@ -188,9 +191,9 @@ class LayerNormMLP(Normalized):
         self.fc2_weight = settings.init.weight(hidden_size, ffn_hidden_size, like=like, is_outer=True)
         self.fc2_bias = frozen(hidden_size, value=0.0, like=like) if bias else None
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the perceptron's output for `x` [..., hidden]."""
-        inner = F.linear(self.normalize(x), self.fc1_weight, self.fc1_bias)
+    def forward(self, x: Tensor, normed: Tensor | None = None) -> Tensor:
+        """Return the perceptron's output for `x` [..., hidden]; `normed` is its norm, if it is known."""
+        inner = F.linear(self.normalize(x) if normed is None else normed, self.fc1_weight, self.fc1_bias)
         return F.linear(self._activated(inner), self.fc2_weight, self.fc2_bias)
 
     def _activated(self, inner: Tensor) -> Tensor:
