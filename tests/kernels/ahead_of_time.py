@@ -81,7 +81,15 @@ from graphdecode.kernels.sampling.sampling_slots import (
 )
 from graphdecode.kernels.speculation import ngram_draft, verify_drafts
 from graphdecode.kernels.speculation.verify_drafts import DRAFT_COLUMNS
-from graphdecode.kernels.surfaces import cache_append, cache_moves, merge_states, query_rows, slot_cache
+from graphdecode.kernels.surfaces import (
+    cache_append,
+    cache_moves,
+    draw_tokens,
+    filter_probs,
+    merge_states,
+    query_rows,
+    slot_cache,
+)
 from step_code.compiled import compiled
 from step_code.sass import usage_of
 

@@ -57,19 +57,11 @@ class BatchDecodeWithPagedKVCacheWrapper:
     """
 
     def __init__(
-        self,
-        float_workspace_buffer: Tensor,
-        kv_layout: str = "NHD",
-        use_cuda_graph: bool = False,
-        use_tensor_cores: bool = False,
-        paged_kv_indptr_buffer: Tensor | None = None,
-        paged_kv_indices_buffer: Tensor | None = None,
-        paged_kv_last_page_len_buffer: Tensor | None = None,
-        backend: str = "auto",
-        jit_args: list[Any] | None = None,
-        *,
-        batch_invariant: bool = False,
-    ) -> None:
+        self, float_workspace_buffer: Tensor, kv_layout: str = "NHD", use_cuda_graph: bool = False,
+        use_tensor_cores: bool = False, paged_kv_indptr_buffer: Tensor | None = None,
+        paged_kv_indices_buffer: Tensor | None = None, paged_kv_last_page_len_buffer: Tensor | None = None,
+        backend: str = "auto", jit_args: list[Any] | None = None, *, batch_invariant: bool = False,
+    ) -> None:  # fmt: skip
         require_choice("kv_layout", kv_layout, KV_LAYOUTS)
         require_choice("backend", backend, BACKENDS)
         if jit_args is not None:
@@ -129,34 +121,16 @@ class BatchDecodeWithPagedKVCacheWrapper:
         self._workspace, self._problem = float_workspace_buffer, None
 
     def plan(
-        self,
-        indptr: Tensor,
-        indices: Tensor | None,
-        last_page_len: Tensor | None,
-        num_qo_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        page_size: int,
-        pos_encoding_mode: str = "NONE",
-        window_left: int = -1,
-        logits_soft_cap: float | None = None,
-        q_data_type: str | torch.dtype | None = Q_DTYPE_LEFT_OUT,
-        kv_data_type: str | torch.dtype | None = None,
-        data_type: str | torch.dtype | None = None,
-        sm_scale: float | None = None,
-        rope_scale: float | None = None,
-        rope_theta: float | None = None,
-        non_blocking: bool = True,
-        q_len_per_req: int = 1,
-        *,
-        window_right: int = 0,
-        o_data_type: str | torch.dtype | None = None,
-        block_tables: Tensor | None = None,
-        seq_lens: Tensor | None = None,
-        fixed_split_size: int | None = None,
-        disable_split_kv: bool = False,
+        self, indptr: Tensor, indices: Tensor | None, last_page_len: Tensor | None, num_qo_heads: int,
+        num_kv_heads: int, head_dim: int, page_size: int, pos_encoding_mode: str = "NONE", window_left: int = -1,
+        logits_soft_cap: float | None = None, q_data_type: str | torch.dtype | None = Q_DTYPE_LEFT_OUT,
+        kv_data_type: str | torch.dtype | None = None, data_type: str | torch.dtype | None = None,
+        sm_scale: float | None = None, rope_scale: float | None = None, rope_theta: float | None = None,
+        non_blocking: bool = True, q_len_per_req: int = 1, *, window_right: int = 0,
+        o_data_type: str | torch.dtype | None = None, block_tables: Tensor | None = None,
+        seq_lens: Tensor | None = None, fixed_split_size: int | None = None, disable_split_kv: bool = False,
         is_causal: bool | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Set the rows and the parameters of later `run`s.
 
         Without use_cuda_graph the tensors on a GPU are kept, not copied: they may be changed in place between two
@@ -209,30 +183,14 @@ class BatchDecodeWithPagedKVCacheWrapper:
         """Do nothing: part of the surface."""
 
     def workspace_size(
-        self,
-        indptr: Tensor,
-        indices: Tensor | None,
-        last_page_len: Tensor | None,
-        num_qo_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        page_size: int,
-        pos_encoding_mode: str = "NONE",
-        window_left: int = -1,
-        logits_soft_cap: float | None = None,
-        q_data_type: str | torch.dtype | None = Q_DTYPE_LEFT_OUT,
-        kv_data_type: str | torch.dtype | None = None,
-        o_data_type: str | torch.dtype | None = None,
-        data_type: str | torch.dtype | None = None,
-        sm_scale: float | None = None,
-        rope_scale: float | None = None,
-        rope_theta: float | None = None,
-        block_tables: Tensor | None = None,
-        seq_lens: Tensor | None = None,
-        fixed_split_size: int | None = None,
-        disable_split_kv: bool = False,
-        q_len_per_req: int = 1,
-    ) -> tuple[int, int]:
+        self, indptr: Tensor, indices: Tensor | None, last_page_len: Tensor | None, num_qo_heads: int,
+        num_kv_heads: int, head_dim: int, page_size: int, pos_encoding_mode: str = "NONE", window_left: int = -1,
+        logits_soft_cap: float | None = None, q_data_type: str | torch.dtype | None = Q_DTYPE_LEFT_OUT,
+        kv_data_type: str | torch.dtype | None = None, o_data_type: str | torch.dtype | None = None,
+        data_type: str | torch.dtype | None = None, sm_scale: float | None = None, rope_scale: float | None = None,
+        rope_theta: float | None = None, block_tables: Tensor | None = None, seq_lens: Tensor | None = None,
+        fixed_split_size: int | None = None, disable_split_kv: bool = False, q_len_per_req: int = 1,
+    ) -> tuple[int, int]:  # fmt: skip
         """Return how many bytes of `float_workspace_buffer` fit such a plan, and of integers, which are allocated.
 
         Arguments and errors are those of `plan`; nothing is planned.
@@ -327,23 +285,12 @@ class BatchDecodeWithPagedKVCacheWrapper:
         return planned if self._buffers is None else self._buffers.rows
 
     def run(
-        self,
-        q: Tensor,
-        paged_kv_cache: PagedCache,
-        q_scale: float | None = None,
-        k_scale: float | None = None,
-        v_scale: float | None = None,
-        return_lse: bool = False,
-        *,
-        out: Tensor | None = None,
-        lse: Tensor | None = None,
-        enable_pdl: bool | None = None,
-        window_left: int | None = None,
-        sinks: Tensor | None = None,
-        q_len_per_req: int | None = None,
-        skip_softmax_threshold_scale_factor: float | None = None,
+        self, q: Tensor, paged_kv_cache: PagedCache, q_scale: float | None = None, k_scale: float | None = None,
+        v_scale: float | None = None, return_lse: bool = False, *, out: Tensor | None = None, lse: Tensor | None = None,
+        enable_pdl: bool | None = None, window_left: int | None = None, sinks: Tensor | None = None,
+        q_len_per_req: int | None = None, skip_softmax_threshold_scale_factor: float | None = None,
         kv_cache_sf: Any = None,
-    ) -> Tensor | tuple[Tensor, Tensor]:
+    ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
         """Attend from each row's newest tokens to all of its pages.
 
         Args:
@@ -419,21 +366,11 @@ class BatchDecodeWithPagedKVCacheWrapper:
             self._checked.add((num_pages, window))
 
     def forward(
-        self,
-        q: Tensor,
-        paged_kv_cache: PagedCache,
-        pos_encoding_mode: str = "NONE",
-        q_scale: float | None = None,
-        k_scale: float | None = None,
-        v_scale: float | None = None,
-        window_left: int = -1,
-        logits_soft_cap: float | None = None,
-        sm_scale: float | None = None,
-        rope_scale: float | None = None,
-        rope_theta: float | None = None,
-        *,
-        return_lse: bool = False,
-    ) -> Tensor | tuple[Tensor, Tensor]:
+        self, q: Tensor, paged_kv_cache: PagedCache, pos_encoding_mode: str = "NONE", q_scale: float | None = None,
+        k_scale: float | None = None, v_scale: float | None = None, window_left: int = -1,
+        logits_soft_cap: float | None = None, sm_scale: float | None = None, rope_scale: float | None = None,
+        rope_theta: float | None = None, *, return_lse: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
         """Attend as `run` does, with these in place of what was planned; part of the surface, `run` is its new name."""
         if self._problem is None:
             raise RuntimeError("call plan() before forward()")
@@ -444,19 +381,11 @@ class BatchDecodeWithPagedKVCacheWrapper:
         return self.run(q, paged_kv_cache, q_scale, k_scale, v_scale, return_lse)
 
     def forward_return_lse(
-        self,
-        q: Tensor,
-        paged_kv_cache: PagedCache,
-        pos_encoding_mode: str = "NONE",
-        q_scale: float | None = None,
-        k_scale: float | None = None,
-        v_scale: float | None = None,
-        window_left: int = -1,
-        logits_soft_cap: float | None = None,
-        sm_scale: float | None = None,
-        rope_scale: float | None = None,
+        self, q: Tensor, paged_kv_cache: PagedCache, pos_encoding_mode: str = "NONE", q_scale: float | None = None,
+        k_scale: float | None = None, v_scale: float | None = None, window_left: int = -1,
+        logits_soft_cap: float | None = None, sm_scale: float | None = None, rope_scale: float | None = None,
         rope_theta: float | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Attend as `forward` does, and return the log-sum-exps too."""
         result = self.forward(
             q, paged_kv_cache, pos_encoding_mode, q_scale, k_scale, v_scale, window_left, logits_soft_cap, sm_scale,
@@ -494,29 +423,14 @@ class BatchDecodeWithPagedKVCacheWrapper:
 
 
 def fast_decode_plan(
-    self: BatchDecodeWithPagedKVCacheWrapper,
-    indptr: Tensor,
-    indices: Tensor,
-    last_page_len: Tensor,
-    num_qo_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    page_size: int,
-    pos_encoding_mode: str = "NONE",
-    window_left: int = -1,
-    logits_soft_cap: float | None = None,
-    q_data_type: str | torch.dtype | None = None,
-    kv_data_type: str | torch.dtype | None = None,
-    data_type: str | torch.dtype | None = None,
-    sm_scale: float | None = None,
-    rope_scale: float | None = None,
-    rope_theta: float | None = None,
-    non_blocking: bool = True,
-    fixed_split_size: int | None = None,
-    disable_split_kv: bool = False,
-    q_len_per_req: int = 1,
-    global_override_indptr_cpu: Tensor | None = None,
-) -> None:
+    self: BatchDecodeWithPagedKVCacheWrapper, indptr: Tensor, indices: Tensor, last_page_len: Tensor, num_qo_heads: int,
+    num_kv_heads: int, head_dim: int, page_size: int, pos_encoding_mode: str = "NONE", window_left: int = -1,
+    logits_soft_cap: float | None = None, q_data_type: str | torch.dtype | None = None,
+    kv_data_type: str | torch.dtype | None = None, data_type: str | torch.dtype | None = None,
+    sm_scale: float | None = None, rope_scale: float | None = None, rope_theta: float | None = None,
+    non_blocking: bool = True, fixed_split_size: int | None = None, disable_split_kv: bool = False,
+    q_len_per_req: int = 1, global_override_indptr_cpu: Tensor | None = None,
+) -> None:  # fmt: skip
     """Plan as the wrapper's own `plan` does, which is as fast: nothing is read on the host.
 
     A function whose first argument is the wrapper, so that it can be bound as a method; `global_override_indptr_cpu` is

@@ -32,43 +32,19 @@ _LN_2 = math.log(2.0)
 
 
 def trtllm_batch_decode_with_kv_cache(
-    query: Tensor,
-    kv_cache: PagedCache,
-    workspace_buffer: Tensor,
-    block_tables: Tensor,
-    seq_lens: Tensor,
-    max_seq_len: int,
-    bmm1_scale: float | Tensor = 1.0,
-    bmm2_scale: float | Tensor = 1.0,
-    window_left: int = -1,
-    out: Tensor | None = None,
-    out_dtype: torch.dtype | str | None = None,
-    o_sf_scale: float | None = None,
-    o_sf_vec_size: int | None = None,
-    sinks: Tensor | list[Tensor] | None = None,
-    kv_layout: str = "HND",
-    enable_pdl: bool | None = None,
-    backend: str = "auto",
-    q_len_per_req: int | None = 1,
-    o_scale: float | None = 1.0,
-    mask: Tensor | None = None,
-    max_q_len: int | None = None,
-    cum_seq_lens_q: Tensor | None = None,
-    skip_softmax_threshold_scale_factor: float | None = None,
-    kv_cache_sf: Any = None,
-    uses_shared_paged_kv_idx: bool = True,
-    lse: Tensor | None = None,
-    return_lse: bool = False,
-    bmm1_scale_log2: Tensor | None = None,
-    multi_ctas_kv_counter_buffer: Tensor | None = None,
-    enable_block_sparse_attention: bool = False,
-    cp_world: int = 1,
-    cp_rank: int = 0,
-    causal_seqlens_kv_global: Tensor | None = None,
-    bf16q_fp8kv_transform_mode: str | None = None,
-    request_order: Tensor | None = None,
-    request_order_plan: Any = None,
-) -> Tensor | tuple[Tensor, Tensor]:
+    query: Tensor, kv_cache: PagedCache, workspace_buffer: Tensor, block_tables: Tensor, seq_lens: Tensor,
+    max_seq_len: int, bmm1_scale: float | Tensor = 1.0, bmm2_scale: float | Tensor = 1.0, window_left: int = -1,
+    out: Tensor | None = None, out_dtype: torch.dtype | str | None = None, o_sf_scale: float | None = None,
+    o_sf_vec_size: int | None = None, sinks: Tensor | list[Tensor] | None = None, kv_layout: str = "HND",
+    enable_pdl: bool | None = None, backend: str = "auto", q_len_per_req: int | None = 1, o_scale: float | None = 1.0,
+    mask: Tensor | None = None, max_q_len: int | None = None, cum_seq_lens_q: Tensor | None = None,
+    skip_softmax_threshold_scale_factor: float | None = None, kv_cache_sf: Any = None,
+    uses_shared_paged_kv_idx: bool = True, lse: Tensor | None = None, return_lse: bool = False,
+    bmm1_scale_log2: Tensor | None = None, multi_ctas_kv_counter_buffer: Tensor | None = None,
+    enable_block_sparse_attention: bool = False, cp_world: int = 1, cp_rank: int = 0,
+    causal_seqlens_kv_global: Tensor | None = None, bf16q_fp8kv_transform_mode: str | None = None,
+    request_order: Tensor | None = None, request_order_plan: Any = None,
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """Attend from each row's newest tokens to its pages, as its row of `block_tables` names them.
 
     Nothing is read on the host: captured once, it is right at any later tables, lengths, scales and sinks.
@@ -129,25 +105,12 @@ def trtllm_batch_decode_with_kv_cache(
 
 
 def xqa_batch_decode_with_kv_cache(
-    query: Tensor,
-    kv_cache: PagedCache,
-    workspace_buffer: Tensor,
-    block_tables: Tensor,
-    seq_lens: Tensor,
-    max_seq_len: int,
-    bmm1_scale: float | Tensor = 1.0,
-    bmm2_scale: float | Tensor = 1.0,
-    window_left: int = -1,
-    out: Tensor | None = None,
-    sinks: Tensor | list[Tensor] | None = None,
-    kv_layout: str = "NHD",
-    enable_pdl: bool | None = None,
-    q_len_per_req: int | None = 1,
-    o_scale: float | None = 1.0,
-    mask: Tensor | None = None,
-    kv_cache_sf: Any = None,
-    q_cu_seq_lens: Tensor | None = None,
-) -> Tensor:
+    query: Tensor, kv_cache: PagedCache, workspace_buffer: Tensor, block_tables: Tensor, seq_lens: Tensor,
+    max_seq_len: int, bmm1_scale: float | Tensor = 1.0, bmm2_scale: float | Tensor = 1.0, window_left: int = -1,
+    out: Tensor | None = None, sinks: Tensor | list[Tensor] | None = None, kv_layout: str = "NHD",
+    enable_pdl: bool | None = None, q_len_per_req: int | None = 1, o_scale: float | None = 1.0,
+    mask: Tensor | None = None, kv_cache_sf: Any = None, q_cu_seq_lens: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Attend as `trtllm_batch_decode_with_kv_cache` does; arguments of the same names are the same."""
     require_neutral(q_cu_seq_lens=(q_cu_seq_lens, None))
     result = trtllm_batch_decode_with_kv_cache(
@@ -160,21 +123,11 @@ def xqa_batch_decode_with_kv_cache(
 
 
 def _attend(
-    query: Tensor,
-    kv_cache: PagedCache,
-    block_tables: Tensor,
-    seq_lens: Tensor,
-    max_seq_len: int,
-    scales: tuple[float | Tensor, float | Tensor],
-    window_left: int,
-    sinks: Tensor | list[Tensor] | None,
-    kv_layout: str,
-    q_len: int,
-    out: Tensor | None,
-    out_dtype: torch.dtype | str | None,
-    lse: Tensor | None,
+    query: Tensor, kv_cache: PagedCache, block_tables: Tensor, seq_lens: Tensor, max_seq_len: int,
+    scales: tuple[float | Tensor, float | Tensor], window_left: int, sinks: Tensor | list[Tensor] | None,
+    kv_layout: str, q_len: int, out: Tensor | None, out_dtype: torch.dtype | str | None, lse: Tensor | None,
     return_lse: bool,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     require_tensors(query=query, block_tables=block_tables, seq_lens=seq_lens)
     require_choice("kv_layout", kv_layout, KV_LAYOUTS)
     if isinstance(kv_cache, Tensor) and kv_cache.dim() == 5 and kv_cache.shape[1] == 1:

@@ -54,22 +54,12 @@ class InferenceParams:
     """
 
     def __init__(
-        self,
-        max_batch_size: int,
-        max_sequence_length: int,
-        num_heads_kv: int | None = None,
-        head_dim_k: int | None = None,
-        dtype: torch.dtype | None = None,
-        head_dim_v: int | None = None,
-        is_paged: bool = False,
-        total_num_pages: int | None = None,
-        page_size: int | None = None,
-        max_ctx_len: int | None = None,
-        qkv_format: str = "bshd",
-        custom_cache_manager: Callable[..., Any] | None = None,
-        *,
-        device: torch.device | str | None = None,
-    ) -> None:
+        self, max_batch_size: int, max_sequence_length: int, num_heads_kv: int | None = None,
+        head_dim_k: int | None = None, dtype: torch.dtype | None = None, head_dim_v: int | None = None,
+        is_paged: bool = False, total_num_pages: int | None = None, page_size: int | None = None,
+        max_ctx_len: int | None = None, qkv_format: str = "bshd",
+        custom_cache_manager: Callable[..., Any] | None = None, *, device: torch.device | str | None = None,
+    ) -> None:  # fmt: skip
         require_choice("qkv_format", qkv_format, QKV_FORMATS)
         if num_heads_kv is None or head_dim_k is None or dtype is None:
             raise ValueError(
