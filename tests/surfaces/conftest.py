@@ -55,6 +55,12 @@ def device(request: pytest.FixtureRequest) -> Iterator[str]:
         yield found
 
 
+@pytest.fixture
+def own_device() -> str:
+    """The device without the interpreter, of tests that would take it minutes."""
+    return OWN
+
+
 @pytest.fixture(params=["own", "interpreted"])
 def backend(request: pytest.FixtureRequest) -> Iterator[str]:
     """The device, with interpreted kernels in quick tests, too."""

@@ -86,7 +86,8 @@ def random_life(seed, num_steps):
 
 
 @BOTH
-def test_one_capture_is_right_for_300_steps_of_changing_membership(paged, device):
+def test_one_capture_is_right_for_300_steps_of_changing_membership(paged, own_device):
+    device = own_device
     captured, eager = CachedLayers(paged, device, "auto"), CachedLayers(paged, device, "eager")
     generator = torch.Generator().manual_seed(3)
     taken, memberships = 0, set()
