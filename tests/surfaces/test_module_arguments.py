@@ -544,10 +544,6 @@ def test_dropout_is_refused_in_training_mode_alone():
     TransformerLayer(HIDDEN, 20, HEADS, hidden_dropout=0.0, attention_dropout=0.0, device="cpu").train()(x)
     for options in (
         {"activation_params": {"limit": 1.0}},
-        {"parallel_attention_mlp": True},
-        {"output_layernorm": True},
-        {"apply_residual_connection_post_layernorm": True},
-        {"output_layernorm": True, "apply_residual_connection_post_layernorm": True},
         {"activation": "clamped_swiglu", "activation_params": {"beta": 1}},
     ):
         with pytest.raises(ValueError, match="activation_params"):

@@ -195,8 +195,8 @@ class CapturedLayers:
 @BOTH
 @pytest.mark.parametrize("form", FORMATS)
 def test_captured_layers_agree_with_eager_ones_bit_for_bit_and_with_float64(form, paged, own_device):
-    device = own_device
     """Laws 2, 4 and 5: one capture, any later membership, hostile padding."""
+    device = own_device
     captured, eager = (CapturedLayers(form, paged, device, backend) for backend in ("auto", "eager"))
     generator = torch.Generator().manual_seed(6)
     history, memberships = {}, set()

@@ -14,7 +14,7 @@ from graphdecode.buffers import default_device
 from .arguments import require_neutral
 from .dot_product_attention import DotProductAttention, require_eval
 from .inference_params import InferenceParams
-from .projections import Initializers, LayerNormMLP, LayerNormQKV, Norm, NormSettings, QKVLayout, frozen
+from .projections import Initializers, LayerNormMLP, LayerNormQKV, NormSettings, QKVLayout, StandaloneNorm, frozen
 from .rotary import apply_rotary_pos_emb
 
 
@@ -100,7 +100,7 @@ class MultiheadAttention(nn.Module):
         self.q_norm = self.k_norm = None
         if qk_norm_type is not None:
             settings_of_heads = ("qk_norm_type", qk_norm_type, self.kv_channels, qk_norm_eps, like)
-            self.q_norm, self.k_norm = (Norm(*settings_of_heads) for _ in "qk")
+            self.q_norm, self.k_norm = (StandaloneNorm(*settings_of_heads) for _ in "qk")
         self.proj = nn.Linear(inner, hidden_size, bias=False, device="meta")
         self.proj.weight = init.weight(hidden_size, inner, like=like, is_outer=True)
         self.proj.register_parameter("bias", frozen(hidden_size, value=0.0, like=like) if bias else None)
@@ -264,7 +264,7 @@ class TransformerLayer(nn.Module):
         self.layernorm_mlp = LayerNormMLP(norm, ffn_hidden_size, activation, activation_params)
         if output_layernorm:
             of_layer = ("normalization", normalization, hidden_size, layernorm_epsilon, like)
-            self.layernorm = Norm(*of_layer, zero_centered=zero_centered_gamma)
+            self.layernorm = StandaloneNorm(*of_layer, zero_centered=zero_centered_gamma)
         self.eval()
 
     def forward(

@@ -104,7 +104,7 @@ def _normed(x: Tensor, gain: Tensor, bias: Tensor | None, eps: float) -> Tensor:
     return out.view(x.shape)
 
 
-class Norm(nn.Module):
+class StandaloneNorm(nn.Module):
     """A norm, one of `QK_NORMS`: `weight`, and `bias` for LayerNorm."""
 
     def __init__(
