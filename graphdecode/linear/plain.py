@@ -93,7 +93,7 @@ class Panels(WeightForm):
         return cls(weight.shape, bias, to_panels(weight))
 
     def apply(self, out: Tensor, x: Tensor) -> None:
-        native_linear(out, x, self.panels, None, self.bias)
+        native_linear(out, x, self.panels, self.bias)
 
     @property
     def gated(self) -> GatedProduct | None:

@@ -8,7 +8,6 @@
 #include "native.h"
 #include "native_products.h"
 
-#define INT8_STEP 4 /* input features in one 32-bit word: [panel][in / 4][PANEL][4] */
 #define LARGE_RESULT 1048576 /* bytes: about half of an L2 cache */
 #define AHEAD(rows) ((rows) < 2 ? 4096 : 6144) /* bytes of prefetch distance; more delay the lines that are due */
 #define TILES_AHEAD 3072 /* the same for tiles: multiples of a tile's bytes are slower */
@@ -31,30 +30,8 @@ struct results {
     void *out;
     int64_t stride, width;
     int is_wide;
-    const void *scales, *bias; /* per output feature, elements; or null */
+    const void *bias; /* per output feature, elements; or null */
 };
-
-/* A byte of each word, `byte` a constant where this is used. */
-INLINE vec float_of_byte(ivec words, const int byte) {
-    return __builtin_convertvector((words << (24 - 8 * byte)) >> 24, vec);
-}
-
-/* sums += the products of `count` rows' values with the weights of INT8_STEP input features; `count` is a constant. */
-INLINE void int8_step(const int count, panel_sums *sums, const float *x, int64_t stride, const int8_t *at) {
-    ivec words[VECTORS];
-#pragma GCC unroll 8
-    for (int v = 0; v < VECTORS; v++) words[v] = (ivec)load_words(at + v * INT8_STEP * LANES);
-#pragma GCC unroll 4
-    for (int byte = 0; byte < INT8_STEP; byte++) {
-        vec weights[VECTORS];
-#pragma GCC unroll 8
-        for (int v = 0; v < VECTORS; v++) weights[v] = float_of_byte(words[v], byte);
-#pragma GCC unroll 8
-        for (int r = 0; r < count; r++)
-#pragma GCC unroll 8
-            for (int v = 0; v < VECTORS; v++) sums[r][v] += weights[v] * x[r * stride + byte];
-    }
-}
 
 #if defined(ELEMENT_BF16)
 #define STEP 2 /* [panel][in / 2][PANEL][2] */
@@ -143,7 +120,7 @@ static const input *prepared(const element *x, int64_t *stride, int64_t rows, in
     return copy;
 }
 
-/* Scales and biases of a panel's `width` output features. */
+/* Biases of a panel's `width` output features. */
 INLINE void values_of_panel(vec *values, const element *given, int64_t width) {
     element tail[PANEL] = {0};
     if (width < PANEL) given = memcpy(tail, given, width * sizeof *given);
@@ -153,8 +130,7 @@ INLINE void values_of_panel(vec *values, const element *given, int64_t width) {
 INLINE void write_rows(const int is_wide, const struct results *to, const float *sums, int64_t row, int64_t rows,
                        int64_t first) {
     int64_t width = least_of(PANEL, to->width - first);
-    vec scales[VECTORS], biases[VECTORS];
-    if (to->scales) values_of_panel(scales, (const element *)to->scales + first, width);
+    vec biases[VECTORS];
     if (to->bias) values_of_panel(biases, (const element *)to->bias + first, width);
     char *at = (char *)to->out + (row * to->stride + first) * width_of(is_wide);
     for (int64_t r = 0; r < rows; r++, at += to->stride * width_of(is_wide)) {
@@ -162,7 +138,6 @@ INLINE void write_rows(const int is_wide, const struct results *to, const float 
         char *place = width == PANEL ? at : (char *)tail;
         for (int64_t v = 0; v < VECTORS; v++) {
             vec found = load_f32(sums + r * PANEL + v * LANES);
-            if (to->scales) found *= scales[v];
             if (to->bias) found += biases[v];
             store_at(is_wide, place, v * LANES, found);
         }
@@ -199,29 +174,27 @@ static inline struct ahead lines_ahead(const char *panel, int64_t bytes, int64_t
                           step_bytes * count / (rows - first)};
 }
 
-/* `count` rows times one panel; `count` and `is_int8` are constants where this is used. */
-INLINE void one_panel(const int count, const int is_int8, panel_sums *out, const void *x, int64_t stride, const char *panel,
-                      int64_t in, struct ahead ahead) {
+/* `count` rows times one panel; `count` is a constant where this is used. */
+INLINE void one_panel(const int count, panel_sums *out, const input *x, int64_t stride, const element *panel, int64_t in,
+                      struct ahead ahead) {
     panel_sums sums[MOST_ROWS];
 #if defined(ELEMENT_BF16) && defined(WITH_SQUARES)
-    if (!is_int8 && count == SQUARE_ROWS) {
-        square_products(0, out, x, stride, (const uint16_t *)panel, (in + STEP - 1) / STEP * STEP);
+    if (count == SQUARE_ROWS) {
+        square_products(0, out, x, stride, panel, (in + STEP - 1) / STEP * STEP);
         return;
     }
 #endif
     for (int r = 0; r < count; r++)
         for (int v = 0; v < VECTORS; v++) sums[r][v] = splat(0.0f);
-    for (int64_t i = 0; i < in; i += is_int8 ? INT8_STEP : STEP, ahead.at += ahead.pace) {
-        const char *at = panel + i * PANEL * (is_int8 ? 1 : sizeof(element));
+    for (int64_t i = 0; i < in; i += STEP, ahead.at += ahead.pace) {
         __builtin_prefetch(ahead.at, 0, 2); /* into L2: the L1 cache keeps the rows */
-        if (is_int8 || STEP * sizeof(element) > 2) __builtin_prefetch(ahead.at + 64, 0, 2); /* two lines or more a step */
-        if (is_int8) int8_step(count, sums, (const float *)x + i, stride, (const int8_t *)at);
-        else panel_step(count, sums, (const input *)x + i, stride, (const element *)at);
+        if (STEP * sizeof(element) > 2) __builtin_prefetch(ahead.at + 64, 0, 2); /* two lines or more a step */
+        panel_step(count, sums, x + i, stride, panel + i * PANEL);
     }
     memcpy(out, sums, count * sizeof *sums);
 }
 
-#define RESULTS(a) {(a)->out.data, (a)->out.size[1], (a)->out.size[1], IS_WIDE((a)->out), (a)->scales.data, (a)->bias.data}
+#define RESULTS(a) {(a)->out.data, (a)->out.size[1], (a)->out.size[1], IS_WIDE((a)->out), (a)->bias.data}
 
 /* Replace the sums of a gate's panel by `activation(gate) * up`, both with their biases, if any. */
 static void gate_rows(const struct product *job, panel_sums *gates, const panel_sums *ups, int64_t rows, int64_t panel) {
@@ -235,33 +208,30 @@ static void gate_rows(const struct product *job, panel_sums *gates, const panel_
 }
 
 /* `halves` is 2 if half of the panels are those of a gate; a constant where this is used. */
-INLINE void rows_of_panels(const int is_int8, const int halves, const struct product *job, int64_t begin, int64_t end) {
+INLINE void rows_of_panels(const int halves, const struct product *job, int64_t begin, int64_t end) {
     const native_linear_args *a = job->a;
     struct results to = RESULTS(a);
-    int64_t rows = a->x.size[0], in = a->x.size[1], step = is_int8 ? INT8_STEP : STEP;
-    const int64_t together = is_int8 ? ROWS_OF_PANEL : ROWS;
-    const int64_t step_bytes = step * PANEL * (is_int8 ? 1 : sizeof(element)), bytes = (in + step - 1) / step * step_bytes;
+    int64_t rows = a->x.size[0], in = a->x.size[1], values = (in + STEP - 1) / STEP * STEP * PANEL;
+    const int64_t step_bytes = STEP * PANEL * sizeof(element), bytes = values * sizeof(element);
     if (halves == 2) to.bias = 0;
     for (int64_t panel = begin; panel < end; panel++)
         for (int64_t row = 0, count; row < rows; row += count) {
             panel_sums sums[2][MOST_ROWS];
-            count = part_of(rows - row, together);
-            const char *x = (const char *)job->x + row * job->stride * (is_int8 ? sizeof(float) : sizeof(input));
+            count = part_of(rows - row, ROWS);
+            const input *x = (const input *)job->x + row * job->stride;
             for (int half = 0; half < halves; half++) {
-                const char *at = (const char *)a->panels.data + (half * a->panels.size[0] / 2 + panel) * bytes;
-                FOR_COUNT(one_panel, count, is_int8, sums[half], x, job->stride, at, in,
-                          lines_ahead(at, bytes, step_bytes, row, rows, count, together))
+                const element *at = (const element *)a->panels.data + (half * a->panels.size[0] / 2 + panel) * values;
+                FOR_COUNT(one_panel, count, sums[half], x, job->stride, at, in,
+                          lines_ahead((const char *)at, bytes, step_bytes, row, rows, count, ROWS))
             }
             if (halves == 2) gate_rows(job, sums[0], sums[1], count, panel);
             write_sums(&to, (const float *)sums, row, count, panel);
         }
 }
 
-static void linear_panels(const void *job, int64_t begin, int64_t end) { rows_of_panels(0, 1, job, begin, end); }
+static void linear_panels(const void *job, int64_t begin, int64_t end) { rows_of_panels(1, job, begin, end); }
 
-static void int8_panels(const void *job, int64_t begin, int64_t end) { rows_of_panels(1, 1, job, begin, end); }
-
-static void gated_panels(const void *job, int64_t begin, int64_t end) { rows_of_panels(0, 2, job, begin, end); }
+static void gated_panels(const void *job, int64_t begin, int64_t end) { rows_of_panels(2, job, begin, end); }
 
 /* Add the products of some features to sums[row][column]; `rows` is a constant at each use. */
 INLINE void float_rows(const int rows, float *sums, const float *x, int64_t stride, const float *weights,
@@ -279,29 +249,24 @@ static void float_products(float *sums, const float *x, int64_t stride, const fl
     }
 }
 
+#ifdef WITH_BLOCKS
 /* Write the weights of some input features as floats: [feature][PANEL]. */
-INLINE void widen_block(const int is_int8, float *to, const char *from, int64_t features) {
-    const int step = is_int8 ? INT8_STEP : STEP, vector_bytes = step * LANES * (is_int8 ? 1 : sizeof(element));
-    for (int64_t i = 0; i < features; i += step)
+static void widen_block(float *to, const element *from, int64_t features) {
+    for (int64_t i = 0; i < features; i += STEP)
 #pragma GCC unroll 8
-        for (int v = 0; v < VECTORS; v++, from += vector_bytes) {
-            vec weights[INT8_STEP];
-            if (!is_int8) vector_of_weights(weights, (const element *)from);
-#pragma GCC unroll 4
-            for (int n = 0; n < step; n++) {
-                if (is_int8) weights[n] = float_of_byte((ivec)load_words(from), n);
-                store_f32(to + (i + n) * PANEL + v * LANES, weights[n]);
-            }
+        for (int v = 0; v < VECTORS; v++, from += STEP * LANES) {
+            vec weights[STEP];
+            vector_of_weights(weights, from);
+            for (int n = 0; n < STEP; n++) store_f32(to + (i + n) * PANEL + v * LANES, weights[n]);
         }
 }
 
 /* Items are parts of the rows, each with all panels, or with the pairs of a gate's. A block of a panel is written as floats
  * and multiplied with all rows of the part before the next. */
-INLINE void blocks_of_panels(const int is_int8, const int halves, const struct product *job, int64_t begin, int64_t end) {
+INLINE void blocks_of_panels(const int halves, const struct product *job, int64_t begin, int64_t end) {
     const native_linear_args *a = job->a;
     struct results to = RESULTS(a);
-    const int64_t step = is_int8 ? INT8_STEP : STEP, of_feature = PANEL * (is_int8 ? 1 : sizeof(element));
-    int64_t rows = a->x.size[0], in = (a->x.size[1] + step - 1) / step * step, panels = a->panels.size[0] / halves;
+    int64_t rows = a->x.size[0], in = (a->x.size[1] + STEP - 1) / STEP * STEP, panels = a->panels.size[0] / halves;
     int64_t sums_of_half = job->together * PANEL;
     float *sums = lasting(halves * sums_of_half + BLOCK_IN * PANEL), *block = sums + halves * sums_of_half;
     if (halves == 2) to.bias = 0;
@@ -310,9 +275,9 @@ INLINE void blocks_of_panels(const int is_int8, const int halves, const struct p
         memset(sums, 0, halves * sums_of_half * sizeof *sums);
         for (int half = 0; half < halves; half++)
             for (int64_t i = 0; i < in; i += BLOCK_IN) {
-                const char *at = (const char *)a->panels.data + ((half * panels + panel) * in + i) * of_feature;
+                const element *at = (const element *)a->panels.data + ((half * panels + panel) * in + i) * PANEL;
                 int64_t features = least_of(BLOCK_IN, in - i);
-                widen_block(is_int8, block, at, features);
+                widen_block(block, at, features);
                 const float *x = (const float *)job->x + first * job->stride + i;
                 float_products(sums + half * sums_of_half, x, job->stride, block, features, here);
             }
@@ -321,13 +286,9 @@ INLINE void blocks_of_panels(const int is_int8, const int halves, const struct p
     }
 }
 
-static void int8_blocks(const void *job, int64_t begin, int64_t end) { blocks_of_panels(1, 1, job, begin, end); }
-#ifdef WITH_BLOCKS
+static void linear_blocks(const void *job, int64_t begin, int64_t end) { blocks_of_panels(1, job, begin, end); }
 
-static void linear_blocks(const void *job, int64_t begin, int64_t end) { blocks_of_panels(0, 1, job, begin, end); }
-
-static void gated_blocks(const void *job, int64_t begin, int64_t end) { blocks_of_panels(0, 2, job, begin, end); }
-#endif
+static void gated_blocks(const void *job, int64_t begin, int64_t end) { blocks_of_panels(2, job, begin, end); }
 
 static void widen_rows(const void *given, int64_t begin, int64_t end) {
     const struct product *job = given;
@@ -353,6 +314,7 @@ static void by_blocks(body run, struct product *job, int64_t panels, int64_t thr
     parallel(threads, widen_rows, job, rows, items_of(PARALLEL_WORK, in));
     parallel(threads, run, job, parts * panels, items_of(SHARED_WORK, least_of(rows, job->together) * in * PANEL));
 }
+#endif
 
 #if defined(ELEMENT_BF16) && defined(WITH_TILES)
 /* Write some rows' sums with a whole panel, a line at a time. A large result bypasses the caches: it is evicted before it is
@@ -481,31 +443,30 @@ static void split_many(const void *given, int64_t begin, int64_t end) {
 KERNEL(native_linear) {
     int64_t rows = a->x.size[0], in = a->x.size[1], least = items_of(SHARED_WORK, rows * in * PANEL);
     struct product job = {.a = a, .stride = a->x.stride[0]};
-    if (a->scales.data && are_many(rows, in)) {
-        by_blocks(int8_blocks, &job, a->panels.size[0], threads);
-    } else if (a->scales.data) {
-        job.x = widened(a->x.data, &job.stride, rows, in, INT8_STEP);
-        parallel(threads, int8_panels, &job, a->panels.size[0], least);
 #if defined(ELEMENT_BF16) && defined(WITH_TILES)
-    } else if (has_tiles && in % TILE_IN == 0) {
+    if (has_tiles && in % TILE_IN == 0) {
         job.x = a->x.data;
         least = items_of(SHARED_WORK, least_of(rows, rows_together(in)) * in * PANEL);
         int64_t parts = (rows + rows_together(in) - 1) / rows_together(in);
         parallel(threads, tiled_panels, &job, parts * a->panels.size[0], least);
+        return;
+    }
 #elif defined(ELEMENT_F16) && defined(WITH_TILES)
-    } else if (has_tiles) {
+    if (has_tiles) {
         job.stride = (in + TILE_IN - 1) / TILE_IN * TILE_IN, job.x = scratch(rows * job.stride);
         parallel(threads, split_rows, &job, rows, items_of(PARALLEL_WORK, in));
         parallel(threads, rows > TILE_ROWS ? split_many : split_few, &job, a->panels.size[0], least);
+        return;
+    }
 #endif
 #ifdef WITH_BLOCKS
-    } else if (are_many(rows, in)) {
+    if (are_many(rows, in)) {
         by_blocks(linear_blocks, &job, a->panels.size[0], threads);
-#endif
-    } else {
-        job.x = prepared(a->x.data, &job.stride, rows, in);
-        parallel(threads, linear_panels, &job, a->panels.size[0], least);
+        return;
     }
+#endif
+    job.x = prepared(a->x.data, &job.stride, rows, in);
+    parallel(threads, linear_panels, &job, a->panels.size[0], least);
 }
 
 KERNEL(gated_linear) {

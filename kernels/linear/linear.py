@@ -1,15 +1,14 @@
-"""Linear layers with plain or int8 weights, `out = x @ weight.T + bias`: row-major, in panels, or packed by oneDNN.
+"""Linear layers with plain weights, `out = x @ weight.T + bias`: row-major, in panels, or packed by oneDNN.
 
 Compiled kernels read a weight in panels as one stream, at full bandwidth. A panel is 32 output features. Layouts:
-float32 and float16 `[panels, in, 32]`; bfloat16 `[panels, in / 2, 32, 2]`, two input features per 32-bit word; int8
-`[panels, in / 4, 32, 4]` with a scale per output feature. Sums run over the input features in one order, in float32: a
-row's result depends neither on other rows nor on the number of threads.
+float32 and float16 `[panels, in, 32]`; bfloat16 `[panels, in / 2, 32, 2]`, two input features per 32-bit word. Sums run
+over the input features in one order, in float32: a row's result depends neither on other rows nor on the number of
+threads.
 
 A weight packed by oneDNN is read at most of the bandwidth at any batch size, where torch's plain product reaches a
 third of it at batch 8; for small matrices the plain product is faster.
 """
 
-from collections.abc import Callable
 from typing import Annotated, Any
 
 import torch
@@ -18,7 +17,7 @@ from torch import Tensor
 from ..model.act_mul import ACTIVATIONS, gated
 from ..native.instructions import instructions
 from ..native.library import ELEMENTS, library
-from ..native.registration import AnyElement, Wide, Written, operator
+from ..native.registration import Wide, Written, operator
 
 _CONVERTED = 1 << 20  # weight values converted at a time, which stay in the cache until they are multiplied
 
@@ -54,7 +53,7 @@ def linear(out: Written[Wide], x: Tensor, weight: Tensor, bias: Tensor | None = 
 
 
 PANEL = 32
-_STEPS = {torch.float32: 1, torch.float16: 1, torch.bfloat16: 2, torch.int8: 4}  # input features per word
+_STEPS = {torch.float32: 1, torch.float16: 1, torch.bfloat16: 2}  # input features per word
 
 
 def can_panel(weight: Tensor) -> bool:
@@ -63,7 +62,7 @@ def can_panel(weight: Tensor) -> bool:
 
 
 def to_panels(weight: Tensor) -> Tensor:
-    """Return a weight [out_features, in_features] of floats or int8 in panels; missing features are zeros."""
+    """Return a weight [out_features, in_features] in panels; missing features are zeros."""
     out_features, in_features = weight.shape
     step = _STEPS[weight.dtype]
     panels, steps = -(-out_features // PANEL), -(-in_features // step)
@@ -74,33 +73,18 @@ def to_panels(weight: Tensor) -> Tensor:
     return padded.view(panels, PANEL, steps, step).transpose(1, 2).contiguous()
 
 
-@operator(
-    is_compiled=lambda x, panels, scales: (
-        panels.dtype == (x.dtype if scales is None else torch.int8) and x.stride(1) == 1
-    )
-)
-def native_linear(
-    out: Written[Wide],
-    x: Tensor,
-    panels: AnyElement,
-    scales: Tensor | None = None,
-    bias: Tensor | None = None,
-) -> None:
-    """Write `x @ (weight * scales).T + bias` into `out`, the weight in panels. Only on a CPU.
+@operator(is_compiled=lambda x, panels: panels.dtype == x.dtype and x.stride(1) == 1)
+def native_linear(out: Written[Wide], x: Tensor, panels: Tensor, bias: Tensor | None = None) -> None:
+    """Write `x @ weight.T + bias` into `out`, the weight in panels. Only on a CPU.
 
     Args:
         out: [rows, out_features], contiguous, of x's dtype, or fp32.
         x: [rows, in_features], float32, bfloat16 or float16, rows may be strided.
-        panels: from `to_panels`, of x's dtype or int8.
-        scales: [out_features], for int8.
+        panels: from `to_panels`, of x's dtype.
         bias: [out_features] or None.
     """
     weight = panels.transpose(1, 2).flatten(2).flatten(0, 1)[: out.shape[1], : x.shape[1]].to(x.dtype)
-    plain_product(out, x, weight, bias if scales is None else None)
-    if scales is not None:
-        out.mul_(scales)
-        if bias is not None:
-            out.add_(bias)
+    plain_product(out, x, weight, bias)
 
 
 def can_gate(panels: Tensor, out_features: int) -> bool:
@@ -131,56 +115,6 @@ def gated_linear(
     gate_up = torch.empty(x.shape[0], weight.shape[0], dtype=torch.float32, device=x.device)
     plain_product(gate_up, x, weight, bias)
     gated(out, gate_up, activation)
-
-
-# torch's int8 product is a matrix-vector loop, vectorized only for bf16: from this many rows on, a product with the
-# dequantized weight is faster
-_INT8_DEQUANTIZE_ROWS = {torch.bfloat16: 17, torch.float16: 17, torch.float32: 3}
-_INT8_PRODUCT = getattr(torch, "_weight_int8pack_mm", None)
-
-
-@operator()
-def int8_linear(out: Written[Wide], x: Tensor, qweight: AnyElement, scales: Tensor, bias: Tensor | None = None) -> None:
-    """Write `x @ (qweight * scales[:, None]).T + bias` into `out`; activations are not quantized.
-
-    For bf16 on a CPU: fp32 activations use a product with the dequantized weight from three rows on, which saves memory
-    but no time.
-
-    Args:
-        out: [rows, out_features], contiguous, of x's dtype, or fp32.
-        x: [rows, in_features], fp32, bf16 or fp16.
-        qweight: int8 [out_features, in_features].
-        scales: [out_features], of x's dtype.
-        bias: [out_features] or None.
-    """
-    if out.dtype != x.dtype:
-        plain_product(out, x, qweight, None)
-        out.mul_(scales)
-    elif _INT8_PRODUCT is not None and x.is_cpu and x.shape[0] < _INT8_DEQUANTIZE_ROWS[x.dtype]:
-        out.copy_(_INT8_PRODUCT(x.contiguous(), qweight, scales))
-    else:
-        torch.mm(x, qweight.to(x.dtype).t(), out=out)
-        out.mul_(scales)
-    if bias is not None:
-        out.add_(bias)
-
-
-def quantize_int8(weight: Tensor, maxima: Callable[[Tensor], Tensor] | None = None) -> tuple[Tensor, Tensor]:
-    """Return int8 [n, k] and scales [n] of the weight's dtype: symmetric, one scale per output feature.
-
-    Args:
-        weight: [n, k], any float dtype.
-        maxima: maps the largest magnitudes [n] of a shard of columns to those of whole rows; None: identity.
-    """
-    largest = torch.maximum(weight.amax(dim=1), -weight.amin(dim=1)).float()
-    if maxima is not None:
-        largest = maxima(largest)
-    scales = (largest / 127).clamp_(min=1e-12).to(weight.dtype)
-    qweight = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
-    for start in range(0, weight.shape[0], 4096):  # no second copy of a large weight in fp32
-        rows = slice(start, start + 4096)
-        qweight[rows] = (weight[rows].float() / scales[rows, None].float()).round_().clamp_(-127, 127)
-    return qweight, scales
 
 
 _PACKED_ROWS = 8  # oneDNN's layout for eight rows is as fast at one row, and a third faster at eight

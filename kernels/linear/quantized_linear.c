@@ -11,6 +11,7 @@
 #include "native_blocks.h"
 
 #define ROWS_MULTIPLIED 32 /* at a time */
+#define FEW_ROWS_OF_BYTES 16 /* which are faster as floats than as shorts */
 
 /* What has all bits of an element: a multiple of a span's unit from so many on. */
 #ifdef ELEMENT_F16
@@ -49,7 +50,7 @@ static void span_totals(const void *given, int64_t begin, int64_t end) {
 
 static void write_panel(const quantized_linear_args *a, const float *sums, int64_t row, int64_t rows,
                               int64_t panel) {
-    const struct results to = {a->out.data, a->out.stride[0], a->out.size[1], IS_WIDE(a->out), 0, a->bias.data};
+    const struct results to = {a->out.data, a->out.stride[0], a->out.size[1], IS_WIDE(a->out), a->bias.data};
     write_sums(&to, sums, row, rows, panel);
 }
 
@@ -91,6 +92,60 @@ static void rows_in_tiles(const void *given, int64_t begin, int64_t end) {
 }
 #endif
 
+/* Whether codes are signed bytes with one scale for each output feature: then sums are scaled once. */
+static inline int has_plain_bytes(const struct block_weight *weight) {
+    return weight->bits == 8 && !weight->is_e4m3 && weight->scales.groups == 1 && !weight->scales.factors &&
+           !weight->mins.at;
+}
+
+#if !(defined(ELEMENT_BF16) && defined(WITH_PAIRS))
+/* A byte of each word, `byte` a constant where this is used. */
+INLINE vec float_of_byte(ivec words, const int byte) {
+    return __builtin_convertvector((words << (24 - 8 * byte)) >> 24, vec);
+}
+
+/* The products of `count` rows with a panel of signed bytes; `count` is a constant where this is used. A row of words
+ * has two input features, each in its bytes' place of both halves of the panel. */
+INLINE void rows_of_bytes(const int count, float *out, const float *x, int64_t stride, const uint16_t *at, int64_t in,
+                          struct ahead ahead) {
+    panel_sums sums[MOST_ROWS];
+    for (int r = 0; r < count; r++)
+        for (int v = 0; v < VECTORS; v++) sums[r][v] = splat(0.0f);
+    for (int64_t i = 0; i < in; i += 4, at += 2 * ROW_WORDS, ahead.at += ahead.pace) {
+        __builtin_prefetch(ahead.at, 0, 2); /* into L2: the L1 cache keeps the rows */
+        __builtin_prefetch(ahead.at + 64, 0, 2);
+#pragma GCC unroll 4
+        for (int k = 0; k < 4; k++) {
+            vec weights[VECTORS];
+#pragma GCC unroll 8
+            for (int v = 0; v < VECTORS; v++) {
+                const int lane = v * LANES % HALF_PANEL, byte = k % 2 * 2 + v * LANES / HALF_PANEL;
+                weights[v] = float_of_byte((ivec)load_words(at + k / 2 * ROW_WORDS + 2 * lane), byte);
+            }
+#pragma GCC unroll 8
+            for (int r = 0; r < count; r++)
+#pragma GCC unroll 8
+                for (int v = 0; v < VECTORS; v++) sums[r][v] += weights[v] * x[r * stride + i + k];
+        }
+    }
+    memcpy(out, sums, count * sizeof *sums);
+}
+
+static void byte_products(float *sums, const float *x, int64_t stride, const uint16_t *panel, int64_t in, int64_t rows) {
+    const int64_t step_bytes = 2 * ROW_WORDS * sizeof *panel; /* of four input features */
+    for (int64_t row = 0, count; row < rows; row += count) {
+        count = part_of(rows - row, ROWS_OF_PANEL);
+        FOR_COUNT(rows_of_bytes, count, sums + row * PANEL, x + row * stride, stride, panel, in,
+                  lines_ahead((const char *)panel, in / 4 * step_bytes, step_bytes, row, rows, count, ROWS_OF_PANEL))
+    }
+}
+
+static void scale_rows(float *sums, const vec *scales, int64_t rows) {
+    for (int64_t row = 0; row < rows; row++, sums += PANEL)
+        for (int v = 0; v < VECTORS; v++) store_f32(sums + v * LANES, load_f32(sums + v * LANES) * scales[v]);
+}
+#endif
+
 /* sums[row][column] of all rows with one panel, without tiles. */
 static void quantized_panel(float *sums, const struct span_job *of, const input *x, int64_t stride,
                                 int64_t panel) {
@@ -99,10 +154,21 @@ static void quantized_panel(float *sums, const struct span_job *of, const input 
     _Alignas(64) input unpacked[CHUNK * PANEL];
     vec scales[MOST_GROUPS][VECTORS], mins[MOST_GROUPS][VECTORS] = {0};
     memset(sums, 0, of->rows * PANEL * sizeof *sums);
+#if !(defined(ELEMENT_BF16) && defined(WITH_PAIRS))
+    vec last_scales[1][VECTORS];
+    const int is_scaled_last = has_plain_bytes(weight);
+    if (is_scaled_last) read_numbers(last_scales, mins, weight, panel, 0, 1);
+    if (is_scaled_last && of->rows < BLOCKS_FROM) {
+        byte_products(sums, x, stride, weight->panels + panel * weight->blocks * words, features, of->rows);
+        scale_rows(sums, *last_scales, of->rows);
+        return;
+    }
+#endif
     for (int64_t first = 0; first < features; first += CHUNK) {
         int64_t count = least_of(CHUNK, features - first), span = first / weight->span;
+        int64_t spans = (count + weight->span - 1) / weight->span;
         const uint16_t *block = weight->panels + (panel * weight->blocks + first / QUANTIZED_BLOCK) * words;
-        read_numbers(scales, mins, weight, panel, span, (count + weight->span - 1) / weight->span);
+        read_numbers(scales, mins, weight, panel, span, spans);
 #if defined(ELEMENT_BF16) && defined(WITH_PAIRS) /* integers, which bf16 holds: a span's sums are scaled */
         _Alignas(64) float found[ROWS_MULTIPLIED * PANEL];
         for (int64_t i = 0; i < count; i += QUANTIZED_BLOCK, block += words)
@@ -115,6 +181,8 @@ static void quantized_panel(float *sums, const struct span_job *of, const input 
                 add_span(sums + row * PANEL, found, scales[place], mins[place], of, row, here, span);
             }
 #else
+        for (int64_t i = 0; is_scaled_last && i < spans; i++)
+            for (int v = 0; v < VECTORS; v++) scales[i][v] = splat(1.0f);
         for (int64_t i = 0; i < count; i += QUANTIZED_BLOCK, block += words) {
             const vec (*scale)[VECTORS] = scales + i / weight->span, (*least)[VECTORS] = mins + i / weight->span;
             if (of->rows == 1) add_block(sums, x + first + i, block, weight, scale, least);
@@ -123,6 +191,9 @@ static void quantized_panel(float *sums, const struct span_job *of, const input 
         if (of->rows > 1) float_products(sums, x + first, stride, unpacked, count, of->rows);
 #endif
     }
+#if !(defined(ELEMENT_BF16) && defined(WITH_PAIRS))
+    if (is_scaled_last) scale_rows(sums, *last_scales, of->rows);
+#endif
 }
 
 static void quantized_rows(const void *given, int64_t begin, int64_t end) {
@@ -135,11 +206,14 @@ static void quantized_rows(const void *given, int64_t begin, int64_t end) {
 }
 
 static inline int takes_integers(const struct block_weight *weight, int64_t rows, int64_t batch_invariant) {
-    int is_tiled = 0;
+    int is_slower = 0;
 #if defined(ELEMENT_BF16) && defined(WITH_TILES) /* which multiply many rows faster */
-    is_tiled = has_tiles && rows > CHECKED_ROWS;
+    is_slower = has_tiles && rows > CHECKED_ROWS;
 #endif
-    return WITH_INTEGERS && !is_tiled && !batch_invariant && has_byte_codes(weight);
+#if LANES == 16 && !WITH_DIGITS && !(defined(ELEMENT_BF16) && defined(WITH_PAIRS)) /* some rows are faster as floats */
+    is_slower |= rows > CHECKED_ROWS && rows <= FEW_ROWS_OF_BYTES && has_plain_bytes(weight);
+#endif
+    return WITH_INTEGERS && !is_slower && !batch_invariant && has_byte_codes(weight);
 }
 
 #if WITH_INTEGERS

@@ -136,7 +136,7 @@ static void multiply_pairs(const void *given, int64_t expert, const int32_t *pai
                     continue;
                 }
 #endif
-                FOR_COUNT(one_panel, here, 0, (panel_sums *)at, x + row * stride, stride, (const char *)own, in,
+                FOR_COUNT(one_panel, here, (panel_sums *)at, x + row * stride, stride, own, in,
                           lines_ahead((const char *)own, size * sizeof *own, STEP * PANEL * sizeof *own, row, count, here,
                                       ROWS))
             }

@@ -50,7 +50,6 @@ struct memory {
     float gains[HIDDEN], cos_sin[ROW_PAGES * PAGE * DIM], sinks[HEADS], expert_weights[BATCH * SLOTS], numbers[6][BATCH];
     float bias_values[BATCH * BIASES], sampled_logprob[BATCH], top_logprobs[BATCH * TOPS];
     float ring_logprob[RING_STEPS * BATCH], ring_top_logprobs[RING_STEPS * BATCH * TOPS];
-    int8_t panels[HIDDEN * HIDDEN];
     int32_t ids[BATCH * SLOTS], order[BATCH * SLOTS], offsets[EXPERTS + 1], running, ring_rank[RING_STEPS * BATCH];
     int32_t table[BATCH * ROW_PAGES], lens[BATCH], kv_lens[BATCH], live, flags[BATCH], top_k[BATCH], positions[BATCH];
     int32_t rows[BATCH], cu_q[EXTENDED + 1], cu_kv[EXTENDED + 1], bias_ids[BATCH * BIASES], stop_ids[BATCH * STOPS];
@@ -109,12 +108,11 @@ static void run_norms(struct memory *m, int threads) {
     RUN(add_rms_norm);
 }
 
-static void run_linear(struct memory *m, int threads, int as_int8) {
+static void run_linear(struct memory *m, int threads) {
     native_linear_args a = {0};
     PLACE(out, m->out, BATCH, HIDDEN), PLACE(x, m->x, BATCH, HIDDEN), PLACE(bias, m->scales, HIDDEN);
     a.x.stride[0] = HIDDEN, MAY_BE_WIDE(out);
-    if (as_int8) PLACE(panels, m->panels, HIDDEN / PANEL, HIDDEN / 4, PANEL, 4), PLACE(scales, m->scales, HIDDEN);
-    else PLACE(panels, m->weight, HIDDEN / PANEL, HIDDEN, PANEL, 1);
+    PLACE(panels, m->weight, HIDDEN / PANEL, HIDDEN, PANEL, 1);
     RUN(native_linear);
 }
 
@@ -255,7 +253,7 @@ static void run_everything(struct memory *m, int threads) {
         m->code = is_wide ? CODE_WIDE : 0;
         run_norms(m, threads);
         run_embedding(m, threads);
-        for (int as_int8 = 0; as_int8 < 2; as_int8++) run_linear(m, threads, as_int8);
+        run_linear(m, threads);
         for (int64_t kind = ACTIVATION_SILU; kind <= ACTIVATION_GELU; kind++) run_act_mul(m, threads, kind);
         for (int64_t gate = GATE_SILU; gate <= GATE_SWIGLU_CLAMPED; gate++) run_experts(m, threads, gate);
         run_append(m, threads);
@@ -311,7 +309,6 @@ static void fill(struct memory *m) {
     ELEMENTS(bias), ELEMENTS(gate_up), ELEMENTS(down), ELEMENTS(scales);
     FLOATS(gains, 0.5f, 1.0f), FLOATS(cos_sin, -1.0f, 2.0f), FLOATS(sinks, -1.0f, 2.0f), FLOATS(numbers, 0.1f, 0.5f);
     FLOATS(bias_values, -5.0f, 10.0f);
-    for (size_t i = 0; i < sizeof m->panels; i++) m->panels[i] = (int8_t)(drawn() >> 24);
     for (size_t i = 0; i < sizeof m->token_mask / 4; i++) m->token_mask[i] = (int32_t)drawn();
     for (size_t i = 0; i < sizeof m->token_counts / 4; i++) m->token_counts[i] = drawn() >> 24 ? 0 : (int32_t)(drawn() >> 30);
     fill_rows(m);

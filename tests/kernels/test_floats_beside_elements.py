@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from graphdecode.kernels.linear.linear import quantize_int8, to_panels
+from graphdecode.kernels.linear.linear import to_panels
 from graphdecode.kernels.linear.quantized_linear import Numbers, quantized_panels
 from graphdecode.kernels.linear.small_linear import SmallLinearConfig
 from graphdecode.kernels.moe.expert_linear import expert_panels
@@ -83,12 +83,6 @@ def few_bits(out_features: int) -> Case:
     return Case([*given, False], (1, 10), versions=("torch", "native"))
 
 
-def int8(*, in_panels: bool) -> Case:
-    qweight, scales = quantize_int8(random(70, 64, scale=0.1).bfloat16())
-    given = [unwritten(ROWS, 70), random(ROWS, 64), to_panels(qweight) if in_panels else qweight, scales.float()]
-    return Case([*given, random(70)], (1, 3, 4), versions=("native",) if in_panels else ("torch",))
-
-
 def small(kind: str, epilogue: str) -> Case:
     rows = 2 if kind == "gemv" else ROWS
     out = random(rows, 70) if epilogue == "add" else unwritten(rows, 35 if epilogue == "silu" else 70)
@@ -128,11 +122,9 @@ CASES: dict[str, Callable[[], Case]] = {
     "linear": lambda: Case(
         [unwritten(ROWS, 70), random(ROWS, 64), random(70, 64, scale=0.1), random(70)], (1, 2, 3), versions=("torch",)
     ),
-    "int8_linear": lambda: int8(in_panels=False),
-    "native_linear of int8": lambda: int8(in_panels=True),
     "native_linear": lambda: Case(
-        [unwritten(ROWS, 70), random(ROWS, 64), random(70, 64, scale=0.1), None, random(70)],
-        (1, 2, 4),
+        [unwritten(ROWS, 70), random(ROWS, 64), random(70, 64, scale=0.1), random(70)],
+        (1, 2, 3),
         versions=("native",),
         packed=(2, to_panels),
     ),

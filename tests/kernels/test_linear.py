@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from graphdecode.kernels.linear.linear import int8_linear, linear, packed_linear, quantize_int8
+from graphdecode.kernels.linear.linear import linear, packed_linear
 from graphdecode.kernels.native import library as native
 from graphdecode.linear.forms import linear_of
 from graphdecode.linear.linear_choice import LinearChoice, LinearTuner
@@ -57,32 +57,6 @@ def test_a_packed_weight_is_right_for_any_number_of_rows(rows, packed_for, dtype
     check(out, x, weight, bias)
 
 
-@pytest.mark.parametrize("with_bias", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("rows", ROWS)
-def test_an_int8_product_is_that_of_the_dequantized_weight(rows, dtype, with_bias, device):
-    x, weight, bias = inputs(rows, dtype, with_bias)
-    qweight, scales = quantize_int8(weight)
-    out = torch.full((rows, 96), torch.nan, dtype=dtype, device=device)
-    int8_linear(out, *(None if t is None else t.to(device) for t in (x, qweight, scales, bias)))
-    expected = x.double() @ (qweight.double() * scales.double()[:, None]).T + (0 if bias is None else bias.double())
-    tolerance = 3e-6 if dtype == torch.float32 else 2**-6
-    torch.testing.assert_close(out.cpu().double(), expected, rtol=tolerance, atol=2 * tolerance)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_int8_is_off_by_half_a_step_at_most(dtype):
-    weight = torch.randn(64, 50, generator=torch.Generator().manual_seed(1)).to(dtype)
-    weight[3] = 0
-    weight[4, 7] = 100
-    qweight, scales = quantize_int8(weight)
-    error = (qweight.double() * scales.double()[:, None] - weight.double()).abs()
-    # The scale itself is rounded to the dtype, which moves the ends of the range.
-    slack = 127 * torch.finfo(dtype).eps
-    assert (error <= (0.5 + slack) * scales.double()[:, None]).all()
-    assert (qweight[3] == 0).all()
-
-
 @cpu_only
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rows", [2, 8])
@@ -90,8 +64,7 @@ def test_a_hostile_row_changes_no_other(rows, dtype):
     """Law: padding is inert."""
     x, weight, _ = inputs(rows, dtype, False)
     packed = torch.ops.mkldnn._reorder_linear_weight(weight, rows)
-    qweight, scales = quantize_int8(weight)
-    for product, *operands in ((linear, weight), (packed_linear, packed), (int8_linear, qweight, scales)):
+    for product, *operands in ((linear, weight), (packed_linear, packed)):
         calm, hostile = torch.zeros(rows, 96, dtype=dtype), torch.zeros(rows, 96, dtype=dtype)
         product(calm, x, *operands)
         poisoned = x.clone()
@@ -234,5 +207,3 @@ def test_the_operators_pass_opcheck(device):
     x, weight, bias = (t.to(device) for t in inputs(2, torch.float32, True))
     out = torch.zeros(2, 96, device=device)
     torch.library.opcheck(torch.ops.graphdecode.linear.default, (out, x, weight, bias))
-    qweight, scales = quantize_int8(weight)
-    torch.library.opcheck(torch.ops.graphdecode.int8_linear.default, (out, x, qweight, scales, bias))

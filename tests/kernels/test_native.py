@@ -6,7 +6,7 @@ from compiled_kernels import compiled
 from sampling_rows import neutral_slots, random_rows, set_row
 
 from graphdecode.kernels.attention.attention_plan import PlanSizes
-from graphdecode.kernels.linear.linear import can_gate, native_linear, quantize_int8, to_panels
+from graphdecode.kernels.linear.linear import can_gate, native_linear, to_panels
 from graphdecode.kernels.model.act_mul import ACTIVATIONS
 from graphdecode.kernels.native.library import NativeCall, NativeSequence, joined
 from graphdecode.kernels.native.registration import versions
@@ -69,7 +69,7 @@ def test_a_gated_product_has_the_bits_of_its_parts(rows, in_features, activation
     out, expected = (torch.full((rows, 160), torch.nan, dtype=dtype) for _ in range(2))
     gate_up = torch.empty(rows, 2 * 160)
     for given in (None, bias):
-        native_linear(gate_up, x, to_panels(weight), None, given)
+        native_linear(gate_up, x, to_panels(weight), given)
         native_act_mul(expected, gate_up, activation)()
         versions("gated_linear").native(out, x, to_panels(weight), activation, given)()
         if can_gate(to_panels(weight), 2 * 160):  # else nothing uses it, and other sums have other orders
@@ -81,21 +81,16 @@ def test_a_gated_product_has_the_bits_of_its_parts(rows, in_features, activation
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("out_features", "in_features"), [(1, 1), (33, 7), (64, 64), (100, 257), (70, 96)])
-@pytest.mark.parametrize("form", ["plain", "int8"])
 @pytest.mark.parametrize("with_bias", [False, True])
-def test_the_product_is_the_formula_for_any_number_of_rows(
-    out_features, in_features, dtype, form, with_bias, generator
-):
+def test_the_product_is_the_formula_for_any_number_of_rows(out_features, in_features, dtype, with_bias, generator):
     weight = torch.randn(out_features, in_features, generator=generator).to(dtype)
     bias = torch.randn(out_features, generator=generator).to(dtype) if with_bias else None
-    quantized, scales = quantize_int8(weight) if form == "int8" else (weight, None)
-    exact = quantized.double() * (1.0 if scales is None else scales.double()[:, None])
-    panels = to_panels(quantized)
+    panels = to_panels(weight)
     for rows in (*range(1, 34), 50, 67):
         x = torch.randn(rows, in_features + 3, generator=generator).to(dtype)[:, 1:-2]
         out = torch.full((rows, out_features), torch.nan, dtype=dtype)
-        native_linear(out, x, panels, scales, bias)
-        expected = x.double() @ exact.T + (0.0 if bias is None else bias.double())
+        native_linear(out, x, panels, bias)
+        expected = x.double() @ weight.double().T + (0.0 if bias is None else bias.double())
         tolerance = TOLERANCE[dtype]
         torch.testing.assert_close(out.double(), expected, rtol=tolerance, atol=tolerance * in_features**0.5)
 
@@ -111,33 +106,31 @@ def test_a_prompts_rows_are_what_they_are_alone(rows, in_features, out_features,
     bias = torch.randn(out_features, generator=generator).to(dtype) if with_bias else None
     x, panels = torch.randn(rows, in_features, generator=generator).to(dtype), to_panels(weight)
     whole = torch.full((rows, out_features), torch.nan, dtype=dtype)
-    native_linear(whole, x, panels, None, bias)
+    native_linear(whole, x, panels, bias)
     expected = x.float() @ weight.float().T + (0.0 if bias is None else bias.float())
     torch.testing.assert_close(whole.float(), expected, rtol=TOLERANCE[dtype], atol=2**-7)
     for part in (slice(0, 5), slice(280, 330), slice(rows - 17, rows)):
         alone = torch.empty_like(whole[part])
-        native_linear(alone, x[part], panels, None, bias)
+        native_linear(alone, x[part], panels, bias)
         assert torch.equal(alone, whole[part]), part
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("form", ["plain", "int8"])
 @pytest.mark.parametrize("in_features", [300, 320, 2048])
-def test_a_products_row_depends_on_nothing_but_the_row(in_features, dtype, form, generator):
+def test_a_products_row_depends_on_nothing_but_the_row(in_features, dtype, generator):
     """Neither on how many rows there are, nor which others, nor how many threads work."""
     weight = torch.randn(1000, in_features, generator=generator).to(dtype)
-    quantized, scales = quantize_int8(weight) if form == "int8" else (weight, None)
-    panels = to_panels(quantized)
+    panels = to_panels(weight)
     x = torch.randn(200, in_features, generator=generator).to(dtype)
     whole = torch.empty(200, 1000, dtype=dtype)
     torch.set_num_threads(1)
-    native_linear(whole, x, panels, scales)
+    native_linear(whole, x, panels)
     torch.set_num_threads(3)
     for rows in (1, 2, 5, 8, 13, 33, 49):
         part = torch.empty(rows, 1000, dtype=dtype)
         hostile = x[:rows].clone()
         hostile[1:] = torch.nan
-        native_linear(part, hostile, panels, scales)
+        native_linear(part, hostile, panels)
         assert torch.equal(part[0], whole[0]), rows
 
 

@@ -474,7 +474,7 @@ draw = torch.Generator().manual_seed(3)
 x, panels = torch.randn(8, 512, generator=draw), to_panels(torch.randn(2048, 512, generator=draw))
 native.library()
 def product(out):
-    return versions("native_linear").native(out, x, panels, None, None)
+    return versions("native_linear").native(out, x, panels, None)
 expected = torch.empty(8, 2048)
 call = product(expected)
 call.function(call.packed, 4)
@@ -514,7 +514,7 @@ def test_every_part_of_a_job_is_done_however_many_there_are(threads):
     for panels in (1, 2, 9, 10, 11, 12, 13, 23, 40, 59, 61, 150):
         out, expected = torch.full((2, 16, panels * 32), torch.nan)
         call, alone = (
-            versions("native_linear").native(each, x, to_panels(weight[: panels * 32]), None, None)
+            versions("native_linear").native(each, x, to_panels(weight[: panels * 32]), None)
             for each in (out, expected)
         )
         call.function(call.packed, threads)
@@ -563,7 +563,7 @@ def test_all_element_types_share_the_threads():
     for dtype in native.ELEMENTS:
         x, panels = torch.randn(8, 512, generator=draw).to(dtype), torch.randn(2048, 512, generator=draw).to(dtype)
         out = torch.empty(8, 2048, dtype=dtype)
-        call = versions("native_linear").native(out, x, to_panels(panels), None, None)
+        call = versions("native_linear").native(out, x, to_panels(panels), None)
         call.function(call.packed, 4)
         seen.append(len(os.listdir("/proc/self/task")))
     assert len(set(seen)) == 1

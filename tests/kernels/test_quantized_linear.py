@@ -189,3 +189,22 @@ def test_codes_are_packed_in_c_as_by_torch_and_come_back(bits: int, shape: tuple
         with native.switched_off():
             pack_codes(of_halves.fill_(-1), halved[..., 4:], 4)
         assert torch.equal(of_halves, words)
+
+
+@compiled
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_int8_with_a_scale_per_row_is_right_for_any_number_of_rows(dtype: torch.dtype) -> None:
+    draw = torch.Generator().manual_seed(2)
+    codes = torch.randint(-128, 128, (70, 320), generator=draw).to(torch.int8)
+    scales = torch.rand(70, 1, generator=draw) / 64
+    weight = quantized_panels(codes.view(torch.uint8), 8, None, Numbers(scales))
+    x = torch.randn(300, 320, generator=draw).to(dtype)
+    expected = x.double() @ (codes.double() * scales.double()).T
+    whole = torch.empty(300, 70)
+    quantized_linear(whole, x, weight, batch_invariant=True)
+    for rows in (1, 2, 3, 8, 9, 17, 64, 200, 300):
+        out = torch.empty(rows, 70)
+        quantized_linear(out, x[:rows], weight)
+        torch.testing.assert_close(out.double(), expected[:rows], rtol=2e-5, atol=2e-5 * float(expected.abs().max()))
+        quantized_linear(out, x[:rows], weight, batch_invariant=True)
+        assert torch.equal(out, whole[:rows]), rows

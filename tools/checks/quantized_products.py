@@ -143,7 +143,7 @@ def plain(is_whole: bool) -> Iterator[Share]:
         for rows in ALL_ROWS if is_whole else SOME_ROWS:
             x, given = torch.randn(rows, shape[1], generator=draw).to(dtype), bias if rows % 2 else None
             out = torch.full((rows, shape[0]), torch.nan, dtype=dtype)
-            native_linear(out, x, panels, None, given)
+            native_linear(out, x, panels, given)
             yield str(dtype).removeprefix("torch."), str(dtype), share_of_allowed(out, x, weight.double(), given)
 
 
