@@ -17,7 +17,6 @@ PRIVATE_NAMES = {
     "torch._C._cuda_endAllocateToPool",
     "torch._C._cuda_releasePool",
     "torch._neg_view",
-    "torch._weight_int8pack_mm",
     "torch.cpu._is_amx_tile_supported",
     "torch.cpu._is_avx512_bf16_supported",
     "torch.cuda._sleep",
