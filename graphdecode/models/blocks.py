@@ -167,9 +167,8 @@ class ResidualBlock(Block):
         if fused is not None:
             fused.added(residual, x, self.output_scale)
             return None, residual
-        out = context.output_buffer(in_floats=linear.gives_floats)
-        context.multiply(linear, out, x)
-        return self.output(out), residual
+        out = context.linear(linear, x, "output")
+        return Output(out, self.output_norm, self.output_scale), residual
 
 
 class Mixer(ResidualBlock):
@@ -282,9 +281,7 @@ class GatedMlp(FeedForward):
     def product(self, x: Hidden, context: ForwardContext) -> Tensor:
         """Return the output for `x`, [t, hidden], which others are added to before the residual."""
         activated = context.gated_linear(self.gate_up, x, self.activation)
-        out = context.output_buffer(in_floats=self.down.gives_floats)
-        context.multiply(self.down, out, activated)
-        return out
+        return context.linear(self.down, activated, "output")
 
 
 class Layer(Block):

@@ -204,8 +204,8 @@ class ForwardContext:
         return None if self._adapters and isinstance(linear, LoRALinear) else linear.fused(self.num_tokens)
 
     def linear(self, linear: WeightForm, x: Hidden, use: str = "") -> Tensor:
-        """Return the product for `x`, [t, out_features], in a `buffer`."""
-        out = self.buffer_for(linear, use)
+        """Return the product for `x`, [t, out_features], in a `buffer`, float32 if that is free."""
+        out = self.buffer(linear.out_features, torch.float32 if linear.gives_floats else None, use)
         self.multiply(linear, out, x)
         return out
 
@@ -279,10 +279,6 @@ class ForwardContext:
             assert pairs is not None
             self._head_adapters[heads] = pairs
         return self._head_adapters.get(heads)
-
-    def buffer_for(self, linear: WeightForm, use: str = "") -> Tensor:
-        """Return a `buffer` for a product, float32 if that is free."""
-        return self.buffer(linear.out_features, torch.float32 if linear.gives_floats else None, use)
 
     def buffer(self, columns: int, dtype: torch.dtype | None = None, use: str = "") -> Tensor:
         """Return memory [t, columns] that layers share; buffers in use together differ in `use`."""
