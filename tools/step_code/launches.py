@@ -32,7 +32,7 @@ from graphdecode.kernels.native import optional_triton
 from graphdecode.kernels.native.registration import NAMESPACE, versions
 from graphdecode.linear import linear_choice
 from graphdecode.linear.small_linear_timing import FusedForm
-from graphdecode.models import Decoder, load, load_model
+from graphdecode.models import Decoder, compute, load_model
 from graphdecode.models.shapes import RandomWeights
 
 _NORM_US = 1.5  # a launch of `rms_norm` that starts early, with its gap
@@ -315,7 +315,7 @@ def _pretended(gpu: Gpu, product_us: Callable[[Launch], float]) -> Iterator[None
             held.enter_context(mock.patch.object(torch.cuda, name, replacement))
         held.enter_context(mock.patch.object(linear_choice, "fastest_product", fastest))
         held.enter_context(mock.patch.object(linear_choice, "GraphClock", nothing))
-        held.enter_context(mock.patch.object(load, "ChoiceCache", nothing))
+        held.enter_context(mock.patch.object(compute, "ChoiceCache", nothing))
         held.enter_context(mock.patch.object(RandomWeights, "read", untouched))
         held.callback(optional_triton.has_early_start.cache_clear)
         held.enter_context(_OnMeta())
