@@ -1,21 +1,16 @@
-"""The registry of weight forms, and the choice between them."""
+"""The registry of weight forms, and which of them a weight takes."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-from functools import partial
-
-import torch
 from torch import Tensor
 
 from graphdecode.errors import ArgumentError
 from graphdecode.extensions import BRING_YOUR_OWN, EntryPoints, refuse_taken
 from graphdecode.linear.experts import ExpertForm, ExpertNames, ExpertPanels, ExpertTiles, PlainExperts
-from graphdecode.linear.linear_choice import Choices, Product
 from graphdecode.linear.plain import Packed, Panels, Plain
 from graphdecode.linear.quantized_linear import Int8PanelLinear, PanelLinear
 from graphdecode.linear.tiled_linear import Int8TiledLinear, TiledLinear
-from graphdecode.linear.weight_form import FormOptions, LinearNames, TensorSource, WeightForm, fused_shape
+from graphdecode.linear.weight_form import FormOptions, LinearNames, TensorSource, WeightForm
 
 FORMS: list[type[WeightForm]] = [  # in order of preference
     Int8TiledLinear,
@@ -75,10 +70,8 @@ def has_form(options: FormOptions) -> bool:
 
 def load_linear(source: TensorSource, names: LinearNames, options: FormOptions) -> WeightForm:
     """Read a layer's tensors in the fastest form for decode steps."""
-    form, choices = quantized_form(source, names, options), Choices()
-    if form is None:
-        form, choices = _chosen(fused_shape(source, names.weights), bool(names.biases), options)
-    return _with(form.load(source, names, options), choices)
+    form = quantized_form(source, names, options) or _form_of_plain(options)
+    return form.load(source, names, options)
 
 
 def load_experts(source: TensorSource, names: ExpertNames, bias: Tensor | None, options: FormOptions) -> ExpertForm:
@@ -94,8 +87,7 @@ def load_experts(source: TensorSource, names: ExpertNames, bias: Tensor | None, 
 
 def linear_of(weight: Tensor, bias: Tensor | None, options: FormOptions) -> WeightForm:
     """Return a plain weight [out_features, in_features] in the fastest form for decode steps."""
-    form, choices = _chosen(tuple(weight.shape), bias is not None, options)
-    return _with(form.of(weight, bias, options), choices)
+    return _form_of_plain(options).of(weight, bias, options)
 
 
 def tied_linear(weight: Tensor, source: TensorSource, names: LinearNames, options: FormOptions) -> WeightForm:
@@ -110,24 +102,8 @@ def quantized_form(source: TensorSource, names: LinearNames, options: FormOption
     return next((form for form in _asked(options) if form.keeps(source, names) and not form.why_not(options)), None)
 
 
-def _chosen(shape: tuple[int, ...], has_bias: bool, options: FormOptions) -> tuple[type[WeightForm], Choices]:
-    """Return the first available form of plain weights, or the fastest of the measured forms."""
+def _form_of_plain(options: FormOptions) -> type[WeightForm]:
+    """Return the first available form of plain weights."""
     check_options(options)
     available = [form for form in _asked(options) if not form.why_not(options)]  # the preferred one first
-    candidates = [form for form in available if not form.is_of_source] or available
-    measured = {form.path: form for form in candidates if form.is_measured}
-    if not candidates[0].is_measured or len(measured) == 1:
-        return candidates[0], {}
-    bias = torch.zeros(shape[0], dtype=options.dtype, device=options.device) if has_bias else None
-
-    def product_of(form: type[WeightForm]) -> Product:
-        return form.of(torch.ones(shape, dtype=options.dtype, device=options.device), bias, options).apply
-
-    key = torch.empty(shape, dtype=options.dtype, device=options.device)  # never written: takes no memory
-    paths = {path: partial(product_of, form) for path, form in measured.items()}
-    choices = options.tuner.choose(key, bias, options.batch_sizes, paths)
-    return measured[choices[options.batch_sizes[0]].path], choices
-
-
-def _with(form: WeightForm, choices: Choices) -> WeightForm:
-    return replace(form, choices=choices) if choices else form
+    return next((form for form in available if not form.is_of_source), available[0])

@@ -1,17 +1,15 @@
-"""The fastest path of a linear layer, measured once per shape and machine, and cached on disk."""
+"""The fastest product of a plain weight on a GPU, measured once per shape and machine, and cached on disk."""
 
 import hashlib
 import json
 import platform
 import tempfile
-import time
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from statistics import geometric_mean
 from typing import Any, Self
 
 import torch
@@ -85,12 +83,8 @@ class ChoiceCache:
         return choices if isinstance(choices, dict) else {}
 
 
-Product = Callable[[Tensor, Tensor], None]  # writes the product of its second argument into its first
-_REPETITIONS = 7
-_MARGIN = 1.15  # by which a path must be faster than a preferred one, so that noise does not decide
 _COUNTERS = 1 << 16
 _LEAST_BYTES = 1 << 20
-_EVICTION_BYTES = 64 * 2**20  # more than a last-level cache slice holds
 
 
 @dataclass(frozen=True)
@@ -132,18 +126,13 @@ Choices = dict[int, LinearChoice]  # rows -> choice
 
 
 class LinearTuner:
-    """Times the paths of a linear layer on this machine, once per device, shape, dtype, threads and batch sizes.
+    """Times the products of a plain weight on a GPU, once per device, shape, dtype and batch size.
 
-    Args:
-        model_bytes: weights that a step reads. If they exceed the CPU's cache, weights are evicted before each timed
-            run.
-        cache: the cache on disk; None: choices are kept only in this object.
+    `cache`: the cache on disk; None: choices are kept only in this object.
     """
 
-    def __init__(self, model_bytes: int = 0, cache: ChoiceCache | None = None) -> None:
+    def __init__(self, cache: ChoiceCache | None = None) -> None:
         self.choices: dict[str, Choices] = {}  # by device, shape, dtype, bias, rows and versions
-        self.is_cold = model_bytes > _EVICTION_BYTES // 2
-        self._eviction: Tensor | None = None
         self._cache = cache
         self._counters: dict[torch.device, Tensor] = {}
         self._clock: GraphClock | None = None
@@ -157,35 +146,6 @@ class LinearTuner:
         if device not in self._counters:
             self._counters[device] = torch.zeros(_COUNTERS, dtype=torch.int32, device=device)
         return self._counters[device]
-
-    def choose(
-        self,
-        weight: Tensor,
-        bias: Tensor | None,
-        batch_sizes: tuple[int, ...],
-        paths: Mapping[str, Callable[[], Product]],
-    ) -> Choices:
-        """Return the fastest path on a CPU, one for all batch sizes, by the geometric mean of the times.
-
-        `paths`: name -> function that makes the product, the preferred one first.
-        """
-
-        def measure() -> Choices:
-            best, best_s = "", float("inf")
-            times: dict[int, dict[str, float]] = {rows: {} for rows in batch_sizes}
-            for path, make in paths.items():
-                product = make()
-                for rows in batch_sizes:
-                    x = torch.ones(rows, weight.shape[1], dtype=weight.dtype)
-                    out = torch.empty(rows, weight.shape[0], dtype=weight.dtype)
-                    times[rows][path] = self.best_seconds(product, out, x)
-                typical_s = geometric_mean(times[rows][path] for rows in batch_sizes)
-                if typical_s * (_MARGIN if best else 1.0) < best_s:
-                    best, best_s = path, typical_s
-            return {rows: LinearChoice.among(best, None, times[rows], weight.nbytes) for rows in batch_sizes}
-
-        key = self._key(weight, bias, batch_sizes, f"{', '.join(paths)} | ")
-        return self._remembered(key, measure, batch_sizes, tuple(paths))
 
     def choose_small(
         self,
@@ -214,24 +174,18 @@ class LinearTuner:
 
         choices: Choices = {}
         for rows in (size for size in batch_sizes if size <= MOST_ROWS and weight.nbytes >= _LEAST_BYTES):
-            key = self._key(weight, bias, (rows,), f"{'norm, ' * fused.is_normed}{fused.epilogue} | ")
-            choices |= self._remembered(key, partial(measure, rows), (rows,), ("plain", "small"))
+            choices |= self._remembered(self._key(weight, bias, rows, fused), partial(measure, rows), rows)
         return choices
 
-    def _key(self, weight: Tensor, bias: Tensor | None, batch_sizes: tuple[int, ...], paths: str = "") -> str:
+    def _key(self, weight: Tensor, bias: Tensor | None, rows: int, fused: FusedForm) -> str:
         shape = "x".join(map(str, weight.shape))
-        where = processor_name(weight.device)
-        if weight.device.type != "cuda":
-            where += ", cold" if self.is_cold else ", cached"
-        rows = ", ".join(map(str, batch_sizes))
         layer = f"linear {shape} {str(weight.dtype)[6:]} {'no ' if bias is None else ''}bias, rows {rows}"
-        return f"{layer} | {paths}{where} | {self._software}"
+        step = f"{'norm, ' * fused.is_normed}{fused.epilogue}"
+        return f"{layer} | {step} | {processor_name(weight.device)} | {self._software}"
 
-    def _remembered(
-        self, key: str, measure: Callable[[], Choices], batch_sizes: tuple[int, ...], paths: tuple[str, ...]
-    ) -> Choices:
+    def _remembered(self, key: str, measure: Callable[[], Choices], rows: int) -> Choices:
         if key not in self.choices:
-            choices = _from_disk(None if self._cache is None else self._cache.get(key), batch_sizes, paths)
+            choices = _from_disk(None if self._cache is None else self._cache.get(key), rows)
             if choices is None:
                 choices = measure()
                 if self._cache is not None and all(choice.us is not None for choice in choices.values()):
@@ -239,28 +193,14 @@ class LinearTuner:
             self.choices[key] = choices
         return self.choices[key]
 
-    def best_seconds(self, product: Product, out: Tensor, x: Tensor) -> float:
-        """Return the shortest time of a product in seconds, with an evicted weight if the model exceeds the cache."""
-        if self.is_cold and self._eviction is None:
-            self._eviction = torch.zeros(_EVICTION_BYTES // 4)
-        product(out, x)
-        best = float("inf")
-        for _ in range(_REPETITIONS):
-            if self._eviction is not None:
-                self._eviction.add_(1)
-            start = time.perf_counter()
-            product(out, x)
-            best = min(best, time.perf_counter() - start)
-        return best
 
-
-def _from_disk(stored: Any, batch_sizes: tuple[int, ...], paths: tuple[str, ...]) -> Choices | None:
+def _from_disk(stored: Any, rows: int) -> Choices | None:
     try:
-        choices = {int(rows): LinearChoice.from_dict(plain) for rows, plain in stored.items()}
+        choices = {int(each): LinearChoice.from_dict(plain) for each, plain in stored.items()}
     except (AttributeError, TypeError, ValueError, OverflowError):
         return None
-    is_possible = set(choices) == set(batch_sizes) and all(
-        choice.path in paths
+    is_possible = set(choices) == {rows} and all(
+        choice.path in ("plain", "small")
         and (choice.path == "small") == (choice.config is not None)
         and (choice.config is None or _is_possible(choice.config))
         and all(isinstance(figure, float | int | None) for figure in (choice.us, choice.gb_per_s, choice.runner_up_us))

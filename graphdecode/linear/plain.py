@@ -34,7 +34,6 @@ class Plain(WeightForm):
     """A row-major weight."""
 
     path = "plain"
-    is_measured = True
     weight: Tensor  # [out_features, in_features]
     counters: Tensor | None = None  # int32, workspace of small products with splits, shared by all weights
     config: SmallLinearConfig | None = None  # batch-invariant: for any number of rows
@@ -107,7 +106,6 @@ class Packed(WeightForm):
     """A weight packed by oneDNN."""
 
     path = "packed"
-    is_measured = True
     packed: Tensor  # opaque
 
     @classmethod

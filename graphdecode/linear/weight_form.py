@@ -178,7 +178,6 @@ class WeightForm(StoredForm):
 
     quantize: ClassVar[str | None] = None  # value of `FormOptions.quantize` that selects this form
     is_of_source: ClassVar[bool] = False  # it keeps weights quantized as stored, also without `quantize`
-    is_measured: ClassVar[bool] = False  # the fastest available measured form is used
     is_strided: ClassVar[bool] = False  # the rows of its output may be strided; else they are contiguous
     _: KW_ONLY
     choices: Mapping[int, LinearChoice] = field(default_factory=dict)  # measurements by number of rows

@@ -113,12 +113,11 @@ class FormRequest(NamedTuple):
 def form_options(config: ModelShape, device: torch.device, request: FormRequest) -> FormOptions:
     """Return the options of a model's weight forms; raise ArgumentError if no form is as it is asked for."""
     dtype = resolve_dtype(request.dtype, config.dtype, device, integer_quantized=config.integer_quantized)
-    sizes, quantize = request.batch_sizes, request.quantize
+    quantize = request.quantize
     if device.type == "cpu":
         native.library(dtype)  # starts all compilations at the same time
-        sizes = tuple(sorted({min(sizes), max(sizes)}))  # one form serves all buckets: measure two of them
-    tuner = LinearTuner(num_parameters(config) * dtype.itemsize, ChoiceCache())
-    options = FormOptions(device, dtype, tuner, sizes, quantize, request.batch_invariant)
+    tuner = LinearTuner(ChoiceCache())
+    options = FormOptions(device, dtype, tuner, request.batch_sizes, quantize, request.batch_invariant)
     has_experts = isinstance(config, ModelConfig) and config.experts is not None
     online = online_quantizations()
     if quantize in online and (request.group_size is not None or has_experts or not has_form(options)):

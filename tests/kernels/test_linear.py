@@ -6,7 +6,7 @@ import torch
 from graphdecode.kernels.linear.linear import linear, packed_linear
 from graphdecode.kernels.native import library as native
 from graphdecode.linear.forms import linear_of
-from graphdecode.linear.linear_choice import LinearChoice, LinearTuner
+from graphdecode.linear.linear_choice import LinearTuner
 from graphdecode.linear.plain import Panels
 from graphdecode.linear.quantized_linear import Int8PanelLinear
 from graphdecode.linear.weight_form import FormOptions
@@ -24,8 +24,8 @@ def inputs(rows, dtype, with_bias, out_features=96, in_features=80):
     return x, weight, bias
 
 
-def prepare(weight, bias=None, tuner=None, **options):
-    return linear_of(weight, bias, FormOptions(weight.device, weight.dtype, tuner or LinearTuner(), **options))
+def prepare(weight, bias=None, **options):
+    return linear_of(weight, bias, FormOptions(weight.device, weight.dtype, LinearTuner(), **options))
 
 
 def check(out, x, weight, bias):
@@ -78,28 +78,17 @@ def no_compiled_kernels(monkeypatch):
     monkeypatch.setattr("graphdecode.linear.plain.can_panel", lambda weight: False)
 
 
-class FixedTuner(LinearTuner):
-    """A tuner that found one path to be the fastest."""
-
-    def __init__(self, path: str) -> None:
-        super().__init__()
-        self._path = path
-
-    def choose(self, weight, bias, batch_sizes, paths):
-        return dict.fromkeys(batch_sizes, LinearChoice(self._path))
-
-
 @cpu_only
 @pytest.mark.parametrize("with_bias", [False, True])
-@pytest.mark.parametrize("path", ["plain", "packed"])
-def test_the_form_that_won_is_kept_alone(path, with_bias, no_compiled_kernels):
-    x, weight, bias = inputs(5, torch.float32, with_bias)
-    prepared = prepare(weight, bias, FixedTuner(path))
+@pytest.mark.parametrize(("dtype", "path"), [(torch.float32, "packed"), (torch.float16, "plain")])
+def test_without_compiled_kernels_onednn_packs_what_it_can(dtype, path, with_bias, no_compiled_kernels):
+    x, weight, bias = inputs(5, dtype, with_bias)
+    prepared = prepare(weight, bias)
     assert prepared.path == path
     assert (getattr(prepared, "weight", None) is None) == (path != "plain")
-    assert prepared.nbytes == 96 * 80 * 4 + (96 * 4 if with_bias else 0)
+    assert prepared.nbytes == weight.nbytes + (0 if bias is None else bias.nbytes)
     assert len(prepared.tensors) == 1 + with_bias
-    out = torch.zeros(5, 96)
+    out = torch.zeros(5, 96, dtype=dtype)
     prepared.apply(out, x)
     check(out, x, weight, bias)
 
@@ -139,54 +128,6 @@ def test_a_weight_whose_columns_int8_does_not_support_is_rounded_in_the_plain_fo
     scales, out = weight.abs().amax(1, keepdim=True) / 127, torch.zeros(5, 96)
     prepared.apply(out, x)
     check(out, x, (weight / scales).round() * scales, None)
-
-
-@cpu_only
-@pytest.mark.parametrize("model_bytes", [0, 2**30])
-def test_the_tuner_measures_once_per_shape(model_bytes, monkeypatch, no_compiled_kernels):
-    _, weight, _ = inputs(1, torch.float32, False)
-    tuner = LinearTuner(model_bytes)
-    measured = []
-    monkeypatch.setattr(tuner, "best_seconds", lambda product, *_: measured.append(product) or 2.0 ** len(measured))
-    for _ in range(3):
-        prepare(weight, tuner=tuner, batch_sizes=(1, 4))
-    first = len(measured)
-    assert first == 2 * 2  # each path at each batch size
-    prepare(weight.bfloat16(), tuner=tuner, batch_sizes=(1, 4))
-    assert len(measured) == 2 * first
-    chosen = {choice.path for choices in tuner.choices.values() for choice in choices.values()}
-    assert chosen == {"packed"}  # the first timed is faster
-
-
-@cpu_only
-@pytest.mark.parametrize(
-    ("seconds", "winner"),
-    [
-        ({"packed": 1.0, "plain": 1.1}, "packed"),
-        ({"packed": 2.0, "plain": 1.0}, "plain"),
-        ({"packed": 1.0, "plain": 0.9}, "packed"),  # too near to tell on a busy machine
-    ],
-)
-def test_the_tuner_takes_the_faster_path(seconds, winner, monkeypatch, no_compiled_kernels):
-    _, weight, _ = inputs(1, torch.float32, False)
-    tuner = LinearTuner()
-    monkeypatch.setattr(tuner, "best_seconds", lambda product, *_: seconds[product.__self__.path])
-    assert prepare(weight, tuner=tuner).path == winner
-
-
-@cpu_only
-def test_a_real_measurement_gives_a_right_layer(no_compiled_kernels):
-    x, weight, bias = inputs(3, torch.float32, True)
-    tuner = LinearTuner(model_bytes=2**30)
-    prepared = prepare(weight, bias, tuner=tuner)
-    (choices,) = tuner.choices.values()
-    assert prepared.path == choices[1].path == choices[8].path
-    assert prepared.choice(8).us > 0
-    assert prepared.choice(8).gb_per_s > 0
-    assert prepared.choice(5).us is None, "five rows were not measured"
-    out = torch.zeros(3, 96)
-    prepared.apply(out, x)
-    check(out, x, weight, bias)
 
 
 @pytest.mark.parametrize(

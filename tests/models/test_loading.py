@@ -357,7 +357,7 @@ def test_a_gguf_files_blocks_stay_without_timing_a_product(blocks: Path, monkeyp
     def times(*_: Any) -> float:
         raise AssertionError("a product was timed")
 
-    monkeypatch.setattr(LinearTuner, "best_seconds", times)
+    monkeypatch.setattr(LinearTuner, "choose_small", times)
     with closing(load_runner(blocks, **SMALL)) as runner:
         assert {type(form) for form in runner.model.layers[0].linears.values()} == {PanelLinear}
 

@@ -7,6 +7,7 @@ import random
 import tomllib
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -14,9 +15,13 @@ from attacks.mutation import hostile_value, mutated_bytes, mutated_json
 from attacks.trial import Wrong
 from graphdecode import EngineConfig
 from graphdecode.engine.capacity import plan_checked_capacity
+from graphdecode.kernels.linear.small_linear import SmallLinearConfig
+from graphdecode.linear import linear_choice
 from graphdecode.linear.linear_choice import ChoiceCache, LinearTuner
 from graphdecode.models import describe_model
 from making.configuration import default_file
+
+CONFIG = SmallLinearConfig("dot", 32, 64, 2, 4, 2)
 
 
 class TomlAttack:
@@ -58,20 +63,12 @@ class ChoicesAttack:
     name = "choices.json"
 
     def run(self, rng: random.Random, folder: Path) -> None:
-        weight, x = torch.eye(64), torch.arange(64.0)[None]
-
-        def product(out: torch.Tensor, given: torch.Tensor) -> None:
-            torch.mm(given, weight.T, out=out)
-
-        paths = {name: lambda: product for name in ("plain", "packed")}
-        first = LinearTuner(0, ChoiceCache(folder))
-        first.choose(weight, None, (1, 2), paths)
-        file = folder / "choices.json"
-        file.write_bytes(mutated_json(rng, json.loads(file.read_text())))
-        choices = LinearTuner(0, ChoiceCache(folder)).choose(weight, None, (1, 2), paths)
-        if set(choices) != {1, 2} or any(choice.path not in paths for choice in choices.values()):
-            raise Wrong(f"{choices} are chosen, but there are only {list(paths)}: {file.read_bytes()[:500]!r}")
-        out = torch.empty(1, 64)
-        paths[choices[1].path]()(out, x)
-        if not torch.equal(out, x):
-            raise Wrong("another product")
+        weight, rows = torch.empty(1024, 512), (1, 2)
+        timed = {"plain": 2e-6, str(CONFIG): 1e-6}
+        with patch.multiple(linear_choice, fastest_product=lambda *_: (CONFIG, timed), GraphClock=lambda _: None):
+            first = LinearTuner(ChoiceCache(folder)).choose_small(weight, None, rows)
+            file = folder / "choices.json"
+            file.write_bytes(mutated_json(rng, json.loads(file.read_text())))
+            choices = LinearTuner(ChoiceCache(folder)).choose_small(weight, None, rows)
+        if choices.keys() != first.keys() or any(each.path not in ("plain", "small") for each in choices.values()):
+            raise Wrong(f"{choices} are chosen: {file.read_bytes()[:500]!r}")
