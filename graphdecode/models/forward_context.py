@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy
-from typing import Any, NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -89,9 +89,22 @@ class Tokens(NamedTuple):
         return AdapterSpan(slice(begin, begin + self.ids.shape[0]), self.rows, self.live, self.adapters)
 
 
-def page_table_of(tokens: Any, cache: LayerCache) -> Tensor:
-    """Return the page table for a layer's cache, from `Tokens`, `Chunks` or a step's batch."""
-    table: Tensor = tokens.rolling_table if cache.is_rolling else tokens.page_table
+class HasPages(Protocol):
+    """`Tokens`, `Chunks` or a step's batch."""
+
+    @property
+    def page_table(self) -> Tensor:
+        """int32 [b, pages per row]."""
+
+    @property
+    def rolling_table(self) -> Tensor | None:
+        """int32 [b, pages per row], for layers with rolling pages."""
+
+
+def page_table_of(tokens: HasPages, cache: LayerCache) -> Tensor:
+    """Return the page table for a layer's cache."""
+    table = tokens.rolling_table if cache.is_rolling else tokens.page_table
+    assert table is not None  # the engine gives rolling pages to models that have such layers
     return table
 
 
