@@ -28,20 +28,20 @@ class Collectives(ABC):
         self._capturing: str | None = None
         self.manifests: dict[str, list[str]] = {}
 
-    def all_reduce(self, x: Tensor, place: str) -> None:
+    def all_reduce(self, x: Tensor, param_name: str) -> None:
         """Replace `x` [rows, columns], contiguous, by its sum over the ranks, with the same bits on each.
 
-        `place` names the location in the model, for messages.
+        `param_name` is for messages.
         """
-        self._announce("all_reduce", x, place)
+        self._announce("all_reduce", x, param_name)
         self._reduce(x)
 
-    def all_gather(self, out: Tensor, part: Tensor, place: str) -> None:
+    def all_gather(self, out: Tensor, part: Tensor, param_name: str) -> None:
         """Write the columns of all ranks into `out` [rows, columns]; rank r has those from `columns * r // count` on.
 
-        `part` is [rows, the rank's columns]; both are contiguous. `place` is the location in the model, for messages.
+        `part` is [rows, the rank's columns]; both are contiguous. `param_name` is for messages.
         """
-        self._announce("all_gather", out, place)
+        self._announce("all_gather", out, param_name)
         self._gather(out, part)
 
     def greatest(self, x: Tensor) -> Tensor:
@@ -62,10 +62,10 @@ class Collectives(ABC):
             self._capturing = None
         self._agree(f"ends the capture of {what} with {len(self.manifests[what])} collectives")
 
-    def _announce(self, kind: str, x: Tensor, place: str) -> None:
+    def _announce(self, kind: str, x: Tensor, param_name: str) -> None:
         if self._capturing is None:
             return
-        line = f"{kind} of {list(x.shape)} {str(x.dtype).removeprefix('torch.')} at {place}"
+        line = f"{kind} of {list(x.shape)} {str(x.dtype).removeprefix('torch.')} at {param_name}"
         manifest = self.manifests[self._capturing]
         self._agree(f"is in {self._capturing} at collective {len(manifest)}: {line}")
         manifest.append(line)

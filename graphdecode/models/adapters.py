@@ -29,7 +29,7 @@ _EMBEDDING, _EVERY = "embedding", -1  # its place; all experts of a stack
 class Spot(NamedTuple):
     """Where a weight stands in the model."""
 
-    place: str
+    param_name: str
     expert: int = 0  # _EVERY: one tensor has all
     part: int = 0  # of the product
 
@@ -38,22 +38,26 @@ class Spot(NamedTuple):
 class Adapter:
     """An adapter in host memory."""
 
-    # by place in the model `down` [parts, rank, in_features] and `up` [rank, out_features], scaled; zeros if a part has
+    # by parameter: `down` [parts, rank, in_features] and `up` [rank, out_features], scaled; zeros if a part has
     # none, or a smaller rank. The embedding's `down` is [vocab, rank]; experts add a first dimension to both.
     matrices: dict[str, tuple[Tensor, Tensor]]
 
     def to_bytes(self) -> bytes:
         """Return the matrices for another rank."""
         return save(
-            {f"{place}.{which}": each for place, pair in self.matrices.items() for which, each in enumerate(pair)}
+            {
+                f"{param_name}.{which}": each
+                for param_name, pair in self.matrices.items()
+                for which, each in enumerate(pair)
+            }
         )
 
     @classmethod
     def of_bytes(cls, data: bytes) -> Adapter:
         """Return an adapter of the matrices that `to_bytes` wrote."""
         found = load(data)
-        places = {name.removesuffix(".0") for name in found if name.endswith(".0")}
-        return cls({place: (found[f"{place}.0"], found[f"{place}.1"]) for place in places})
+        weight_map = {name.removesuffix(".0") for name in found if name.endswith(".0")}
+        return cls({param_name: (found[f"{param_name}.0"], found[f"{param_name}.1"]) for param_name in weight_map})
 
 
 @dataclass(frozen=True)
@@ -74,33 +78,33 @@ class AdapterSlots:
     parts: dict[str, tuple[Part, ...]] = field(default_factory=dict)
     expert_names: dict[str, ExpertNames] = field(default_factory=dict)  # how each product of experts is stored
     bases: dict[str, Tensor] = field(default_factory=dict)  # by module, plain weights of which a file may have a copy
-    # by product that is computed from another place's weight: that place, and how its A and B become the product's
+    # by product that is computed from another one's weight: its name, and how its A and B become the product's
     derived: dict[str, tuple[str, Callable[[ExpertForm, Halves], Halves]]] = field(default_factory=dict)
 
-    def wrap(self, form: WeightForm, place: str, parts: tuple[Part, ...]) -> WeightForm:
-        """Return the product at a place with adapter slots."""
+    def wrap(self, form: WeightForm, param_name: str, parts: tuple[Part, ...]) -> WeightForm:
+        """Return a product with adapter slots."""
         made = LoRALinear.wrap(form, (part.shape[0] for part in parts), self._ranks(), self.max_rank, self.dtype)
-        self.products[place], self.parts[place] = made, parts
+        self.products[param_name], self.parts[param_name] = made, parts
         return made
 
-    def wrap_experts(self, form: ExpertForm, place: str, names: ExpertNames) -> ExpertForm:
-        """Return the product of all experts at a place, with adapter slots if experts have some."""
+    def wrap_experts(self, form: ExpertForm, param_name: str, names: ExpertNames) -> ExpertForm:
+        """Return the product of all experts of a layer, with adapter slots if experts have some."""
         if not self.adapts_experts:
             return form
-        parts = _parts_of_one(self.layouts[0][place], names)
+        parts = _parts_of_one(self.layouts[0][param_name], names)
         made = LoRAExperts.wrap(form, len(parts), self._ranks(names.experts), self.max_rank, self.dtype)
-        self.products[place], self.parts[place], self.expert_names[place] = made, parts, names
+        self.products[param_name], self.parts[param_name], self.expert_names[param_name] = made, parts, names
         return made
 
     def wrap_heads(
-        self, to_keys: ExpertForm, to_values: ExpertForm, place: str, part: Part
+        self, to_keys: ExpertForm, to_values: ExpertForm, param_name: str, part: Part
     ) -> tuple[ExpertForm, ExpertForm]:
-        """Return two products by head, made of the weight at a place, with adapter slots; see `keys_by_head`."""
-        made, self.parts[place] = [], (part,)
+        """Return two products by head, made of one weight, with adapter slots; see `keys_by_head`."""
+        made, self.parts[param_name] = [], (part,)
         for form, of_head in ((to_keys, keys_by_head), (to_values, values_by_head)):
-            own = f"{place} {of_head.__name__}"
+            own = f"{param_name} {of_head.__name__}"
             made.append(LoRAExperts.wrap(form, 1, self._ranks(form.shape[0]), self.max_rank, self.dtype))
-            self.products[own], self.derived[own] = made[-1], (place, of_head)
+            self.products[own], self.derived[own] = made[-1], (param_name, of_head)
         return made[0], made[1]
 
     def of_embedding(self, part: Part) -> LoRAEmbedding:
@@ -118,16 +122,16 @@ class AdapterSlots:
         """Forget products whose slots are not among the tensors of the model."""
         held = {id(tensor) for tensor in constants}
         for own in [own for own, product in self.products.items() if id(product.down) not in held]:
-            place, _ = self.derived.pop(own, (own, None))
+            param_name, _ = self.derived.pop(own, (own, None))
             del self.products[own]
-            self.parts.pop(place, None)
-            self.expert_names.pop(place, None)
+            self.parts.pop(param_name, None)
+            self.expert_names.pop(param_name, None)
 
     def write(self, slot: int, adapter: Adapter) -> None:
         """Put an adapter into a slot, in place. Products, and experts, that it does not change get the rank 0."""
         for own, product in self.products.items():
-            place, of_head = self.derived.get(own, (own, None))
-            found = adapter.matrices.get(place)
+            param_name, of_head = self.derived.get(own, (own, None))
+            found = adapter.matrices.get(param_name)
             if found is not None and of_head is not None:
                 assert isinstance(product, LoRAExperts)
                 found = of_head(product, found)
@@ -162,56 +166,58 @@ class AdapterSlots:
                 experts = "of experts, which have room for adapters with adapt_experts=True" if without_room else ""
                 raise AdapterError(f"{path}: {module} is {experts or 'no product that adapters can change'}")
             for spot in where[name]:
-                own, of_place = self._at(spot, path, module, found), by_place.setdefault(spot.place, {})
+                own, of_place = self._at(spot, path, module, found), by_place.setdefault(spot.param_name, {})
                 if of_place.keys() & own.keys():
                     raise AdapterError(f"{path}: {module} is adapted by matrices of another name, too")
                 of_place.update(own)
-        matrices = {place: self._joined(place, of_parts) for place, of_parts in by_place.items()}
-        for place, pair in matrices.items():
+        matrices = {param_name: self._joined(param_name, of_parts) for param_name, of_parts in by_place.items()}
+        for param_name, pair in matrices.items():
             if not all(bool(matrix.isfinite().all()) for matrix in pair):
-                raise AdapterError(f"{path}: {place} has numbers that are not finite in {self.dtype}")
+                raise AdapterError(f"{path}: {param_name} has numbers that are not finite in {self.dtype}")
         return Adapter(matrices)
 
     def _at(self, spot: Spot, path: Path, module: str, found: LowRank) -> dict[tuple[int, int], LowRank]:
         """Return what an adapter adds to a product, by expert and part; raise AdapterError if it does not fit."""
-        place, expert, at = spot
-        if found.is_embedding and place != _EMBEDDING:
+        param_name, expert, at = spot
+        if found.is_embedding and param_name != _EMBEDDING:
             raise AdapterError(f"{path}: {module} has matrices of an embedding, and is none")
-        parts = self.parts[place]
+        parts = self.parts[param_name]
         sizes = [part.shape[0] for part in parts]
         shape = (sum(sizes) if expert == _EVERY else sizes[at], parts[at].shape[1])
-        _check(path, module, found, shape[::-1] if place == _EMBEDDING else shape, self.max_rank)
+        _check(path, module, found, shape[::-1] if param_name == _EMBEDDING else shape, self.max_rank)
         if expert == _EVERY:
-            return dict(found.parts_of_experts(sizes, interleaved=self.expert_names[place].interleaves))
+            return dict(found.parts_of_experts(sizes, interleaved=self.expert_names[param_name].interleaves))
         return {(expert, at): found}
 
     def _by_name(self) -> dict[str, tuple[Spot, ...]]:
-        """Return where each weight stands: in several places if, as in some layers of Gemma 4, keys are values."""
+        """Return the parameters that have each weight: several if, as in some layers of Gemma 4, keys are values."""
         where: dict[str, dict[Spot, None]] = {}
         for name, spot in self._spots():
             where.setdefault(name, {})[spot] = None  # layouts may have the same name for it
         return {name: tuple(spots) for name, spots in where.items()}
 
     def _spots(self) -> Iterator[tuple[str, Spot]]:
-        for place, parts in self.parts.items():
-            found_in = [layout[place] for layout in self.layouts if place in layout]
-            names = self.expert_names.get(place)
+        for param_name, parts in self.parts.items():
+            found_in = [layout[param_name] for layout in self.layouts if param_name in layout]
+            names = self.expert_names.get(param_name)
             if names is None:
                 alike = (found for found in (*found_in, parts) if len(found) == len(parts))
-                yield from ((part.name, Spot(place, 0, at)) for found in alike for at, part in enumerate(found))
+                yield from ((part.name, Spot(param_name, 0, at)) for found in alike for at, part in enumerate(found))
                 continue
             for found in found_in:
                 each, is_stack = len(found) // names.experts, len(found[0].shape) == 3
                 for at, part in enumerate(found):
-                    yield part.name, Spot(place, _EVERY) if is_stack else Spot(place, *divmod(at, each))
+                    yield part.name, Spot(param_name, _EVERY) if is_stack else Spot(param_name, *divmod(at, each))
 
     def _read(
         self, path: Path, where: Mapping[str, tuple[Spot, ...]], holding_weights: HoldingWeights
     ) -> Iterator[tuple[str, LowRank]]:
         """Yield what an adapter adds, by the names of weights."""
         if path.suffix != SUFFIX:
-            places = {name: spot.place for name, spots in where.items() for spot in spots if spot.expert == _EVERY}
-            stacks = {name: Stack(self.parts[at], self.expert_names[at]) for name, at in places.items()}
+            weight_map = {
+                name: spot.param_name for name, spots in where.items() for spot in spots if spot.expert == _EVERY
+            }
+            stacks = {name: Stack(self.parts[at], self.expert_names[at]) for name, at in weight_map.items()}
             yield from read_peft(path, where, stacks, self.bases, holding_weights)
             return
         try:
@@ -220,12 +226,12 @@ class AdapterSlots:
         except GraphdecodeError as error:
             raise AdapterError(f"{path}: {str(error).removeprefix(f'{path}: ')}") from error
 
-    def _joined(self, place: str, of_parts: Mapping[tuple[int, int], LowRank]) -> tuple[Tensor, Tensor]:
-        parts, rank = self.parts[place], max(each.rank for each in of_parts.values())
-        if place == _EMBEDDING:
+    def _joined(self, param_name: str, of_parts: Mapping[tuple[int, int], LowRank]) -> tuple[Tensor, Tensor]:
+        parts, rank = self.parts[param_name], max(each.rank for each in of_parts.values())
+        if param_name == _EMBEDDING:
             (only,) = of_parts.values()
             return only.down.to(self.dtype).T.contiguous(), (only.up.float() * only.scale).to(self.dtype).T.contiguous()
-        names = self.expert_names.get(place)
+        names = self.expert_names.get(param_name)
         experts, rows = 1 if names is None else names.experts, [part.shape[0] for part in parts]
         down = torch.zeros(experts, len(parts), rank, parts[0].shape[1], dtype=self.dtype)
         up = torch.zeros(experts, rank, sum(rows), dtype=self.dtype)

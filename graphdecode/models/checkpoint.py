@@ -37,11 +37,11 @@ def _what_is_missing(file: Path) -> str | None:
     """Return a message if a safetensors file is truncated, else None."""
     with suppress(OSError, ValueError, TypeError, KeyError, struct.error), file.open("rb") as opened:
         (header_bytes,) = struct.unpack("<Q", opened.read(8))
-        held = file.stat().st_size
-        header = json.loads(opened.read(header_bytes)) if header_bytes <= held else {}
+        size = file.stat().st_size
+        header = json.loads(opened.read(header_bytes)) if header_bytes <= size else {}
         ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
         expected = 8 + header_bytes + max(ends, default=1)
-        return f"it was cut: at least {expected} bytes are expected, and it has {held}" if held < expected else None
+        return f"it was cut: at least {expected} bytes are expected, and it has {size}" if size < expected else None
     return None
 
 
@@ -51,7 +51,7 @@ class Checkpoint:
     def __init__(self, model: str | Path) -> None:
         self.folder = resolve_model_path(model)
         self.name = str(self.folder)
-        self._place_of: dict[str, tuple[Path, str]] = {}  # tensor -> its file, and its name there
+        self._location_of: dict[str, tuple[Path, str]] = {}  # tensor -> its file, and its name there
         self._packed: dict[str, PackedTensor] = {}
         self._ours: Mapping[str, str] = {}  # names in the files -> names here
         self._skipped: list[str] = []
@@ -87,12 +87,12 @@ class Checkpoint:
                     for name in reader.keys():  # noqa: SIM118 (not a mapping)
                         part = reader.get_slice(name)
                         found[name] = Stored(tuple(part.get_shape()), part.get_dtype())
-                        self._place_of[name] = (file, name)
+                        self._location_of[name] = (file, name)
             except (OSError, SafetensorError) as error:
                 raise CheckpointError(f"{file}: {_what_is_missing(file) or error}") from error
         self._ours = self._names(found)
         self._skipped = [name for name in found if name not in self._ours]
-        self._place_of = {name: self._place_of[stored] for stored, name in self._ours.items()}
+        self._location_of = {name: self._location_of[stored] for stored, name in self._ours.items()}
         found = {name: found[stored] for stored, name in self._ours.items()}
         quantization = self._quantization
         if quantization is None:
@@ -129,7 +129,7 @@ class Checkpoint:
         return None if packed is None else packed.weight(self._part, expert)
 
     def _part(self, name: str, part: tuple[slice, ...], device: torch.device | str = "cpu") -> Tensor:
-        file, stored = self._place_of[name]
+        file, stored = self._location_of[name]
         with safe_open(file, framework="pt", device=str(device)) as reader:
             return reader.get_slice(stored)[part] if part else reader.get_tensor(stored)
 
@@ -162,17 +162,17 @@ class Checkpoint:
         return None if self._quantization is None else self._quantization.name
 
     def _no_config(self) -> str:
-        held = sorted(path.name for path in self.folder.iterdir())
-        if ADAPTER_FILE in held:
+        names = sorted(path.name for path in self.folder.iterdir())
+        if ADAPTER_FILE in names:
             base = read_json(self.folder / ADAPTER_FILE).get("base_model_name_or_path")
             model = f"of {shown(base, plain=True)} " if isinstance(base, str) and base else ""
             what = f"is an adapter (LoRA) {model}and no whole model: run that model with it, by lora_request of"
             return f"{self.folder} {what} LLM.generate, chat --lora or serve --lora-modules"
         expected = "a checkpoint folder holds config.json, safetensors and a tokenizer"
-        if not held:
+        if not names:
             return f"{self.folder} is empty; {expected}"
-        more = ", ..." if len(held) > _NAMES_SHOWN else ""
-        return f"{self.folder} holds no config.json but {', '.join(held[:_NAMES_SHOWN])}{more}; {expected}"
+        more = ", ..." if len(names) > _NAMES_SHOWN else ""
+        return f"{self.folder} holds no config.json but {', '.join(names[:_NAMES_SHOWN])}{more}; {expected}"
 
     def _file_names(self) -> Iterator[str]:
         folder = self.folder

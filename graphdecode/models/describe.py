@@ -50,11 +50,15 @@ def adapter_bytes(
         return 0
     family = family_of(config.architecture)
     weight_map = family.weights(config)
-    adapted = [place for place, found in weight_map.items() if can_adapt(place) and len(found[0].shape) == 2]
+    adapted = [
+        param_name for param_name, found in weight_map.items() if can_adapt(param_name) and len(found[0].shape) == 2
+    ]
     adapted += ["embedding"] * 2  # a tied output layer has its own adapters
-    of_experts = (place for place in weight_map if is_of_experts(place) and not place.endswith(".bias"))
+    of_experts = (
+        param_name for param_name in weight_map if is_of_experts(param_name) and not param_name.endswith(".bias")
+    )
     adapted += of_experts if adapt_experts else []
-    features = sum(family.adapted_features(config, place, weight_map[place]) for place in adapted)
+    features = sum(family.adapted_features(config, param_name, weight_map[param_name]) for param_name in adapted)
     return slots * max_rank * features * dtype.itemsize
 
 

@@ -64,7 +64,7 @@ class Family(ABC):
         separate = self.weights(config)
         return (separate,) if config.experts is None else (separate, self.weights_in(config, _STACKED))
 
-    def adapted_features(self, config: ModelConfig, place: str, parts: tuple[Part, ...]) -> int:
+    def adapted_features(self, config: ModelConfig, param_name: str, parts: tuple[Part, ...]) -> int:
         """Return the inputs and outputs of a product's adapters, at most."""
         return sum(math.prod(part.shape[:-2]) * sum(part.shape[-2:]) for part in parts)
 
@@ -147,10 +147,10 @@ def outer_weights(
 ) -> WeightMap:
     """Return the weight map of embedding, final norm and output layer, given their modules in the source."""
     table = (config.vocab_size, config.hidden_size)
-    places: WeightMap = {
+    weight_map: WeightMap = {
         "embedding": (Part(f"{embedding}.weight", table, 0),),
         "final_norm": (Part(f"{final_norm}.weight", (config.hidden_size,)),),
     }
     if not config.tie_word_embeddings:
-        places["lm_head"] = (Part(HEAD, table, 0),)
-    return places
+        weight_map["lm_head"] = (Part(HEAD, table, 0),)
+    return weight_map

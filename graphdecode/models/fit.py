@@ -2,9 +2,11 @@
 
 import math
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from graphdecode.errors import ArgumentError
 from graphdecode.linear.quantization.registry import weight_type
@@ -33,8 +35,8 @@ def fitted_config(source: TensorSource, config: ModelConfig, *, ties: bool | Non
     if ties is False or HEAD not in source.tensors or not (config.tie_word_embeddings or ties):
         return replace(config, tie_word_embeddings=False) if ties is False else config
     (embedding,) = family_of(config.architecture).weights_in(config, source.tensors)["embedding"]
-    given = getattr(source, "given", {})
-    follows = embedding.name in given and HEAD not in given  # of a model that is loaded, there is one table
+    replaced: Mapping[str, Tensor] = getattr(source, "replaced", {})
+    follows = embedding.name in replaced and HEAD not in replaced  # of a model that is loaded, there is one table
     if (ties and follows) or _are_equal(source, embedding.name, HEAD):
         return replace(config, tie_word_embeddings=True)
     if ties:

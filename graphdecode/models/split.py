@@ -80,8 +80,8 @@ class SplitSource:
             name: Stored(shape, source.tensors[name].dtype) for name, shape in shapes.items() if name in source.tensors
         }
         self.weight_map: WeightMap = {
-            place: tuple(part._replace(shape=shapes[part.name]) for part in found)
-            for place, found in weight_map.items()
+            param_name: tuple(part._replace(shape=shapes[part.name]) for part in found)
+            for param_name, found in weight_map.items()
         }
 
     def read(self, name: str, out: Tensor, shard: Shard | None = None) -> None:
@@ -132,8 +132,8 @@ def split_adapter(adapter: Adapter, parts: WeightMap, rank: int, count: int) -> 
     `parts`: those of the whole model.
     """
 
-    def split(place: str, down: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-        whole = parts[place]
+    def split(param_name: str, down: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+        whole = parts[param_name]
         if whole[0].split == 1:
             columns = [cut.slices(whole[0].shape)[1] for cut in _cuts(whole[0], 1, rank, count)]
             down = torch.cat([down[..., own] for own in columns], dim=-1)
@@ -145,7 +145,9 @@ def split_adapter(adapter: Adapter, parts: WeightMap, rank: int, count: int) -> 
             up = torch.cat([of_part[..., own] for of_part, own in cuts], dim=-1)
         return down, up
 
-    return replace(adapter, matrices={place: split(place, *pair) for place, pair in adapter.matrices.items()})
+    return replace(
+        adapter, matrices={param_name: split(param_name, *pair) for param_name, pair in adapter.matrices.items()}
+    )
 
 
 def _cuts(part: Part, axis: int, rank: int, count: int) -> Iterator[Shard]:

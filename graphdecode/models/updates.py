@@ -31,21 +31,22 @@ class ReplacedTensors:
     A float tensor counts as having the source's float dtype, and is quantized like the source's.
     """
 
-    def __init__(self, source: Any, given: Mapping[str, Tensor]) -> None:
+    def __init__(self, source: Any, replaced: Mapping[str, Tensor]) -> None:
         name_of = getattr(source, "name_of", str)  # a source may have names other than those of its files
-        self._source, self.given = source, {name_of(name): tensor for name, tensor in given.items()}
+        self._source = source
+        self.replaced = {name_of(name): tensor for name, tensor in replaced.items()}
         self.tensors: dict[str, Stored] = {**source.tensors}
-        for name, tensor in self.given.items():
-            kind, held = _KINDS.get(tensor.dtype, str(tensor.dtype)), source.tensors.get(name)
-            kind = held.dtype if held is not None and {held.dtype, kind} <= PLAIN_DTYPES.keys() else kind
+        for name, tensor in self.replaced.items():
+            kind, stored = _KINDS.get(tensor.dtype, str(tensor.dtype)), source.tensors.get(name)
+            kind = stored.dtype if stored is not None and {stored.dtype, kind} <= PLAIN_DTYPES.keys() else kind
             self.tensors[name] = Stored((*tensor.shape,), kind)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._source, name)
 
     def read(self, name: str, out: Tensor, shard: Shard | None = None) -> None:
-        """Write a tensor, or a shard of it, into `out`; raise CheckpointError if a given one is not finite there."""
-        tensor = self.given.get(name)
+        """Write a tensor, or a shard of it, into `out`; raise CheckpointError if a replaced one is not finite there."""
+        tensor = self.replaced.get(name)
         if tensor is None:
             self._source.read(name, out, shard)
         else:
@@ -53,7 +54,7 @@ class ReplacedTensors:
 
     def read_quantized(self, name: str, expert: int | None = None) -> QuantizedWeight | None:
         """Return a quantized weight of the source; None if a plain one replaces it."""
-        return None if name in self.given else self._source.read_quantized(name, expert)
+        return None if name in self.replaced else self._source.read_quantized(name, expert)
 
 
 def copy_finite(name: str, out: Tensor, tensor: Tensor) -> None:
@@ -71,10 +72,10 @@ def differs(name: str, other: str) -> str:
     )
 
 
-def as_named_tensors(given: NamedTensors) -> dict[str, Tensor]:
+def as_named_tensors(tensors: NamedTensors) -> dict[str, Tensor]:
     """Return detached tensors by name; raise ArgumentError if they are something else, none, or a name repeats."""
     named: dict[str, Tensor] = {}
-    pairs = given.items() if isinstance(given, Mapping) else given if isinstance(given, Iterable) else [given]
+    pairs = tensors.items() if isinstance(tensors, Mapping) else tensors if isinstance(tensors, Iterable) else [tensors]
     for pair in pairs:
         match pair:
             case (str(name), Tensor() as tensor) if name not in named:
@@ -88,51 +89,49 @@ def as_named_tensors(given: NamedTensors) -> dict[str, Tensor]:
     return named
 
 
-def check_config(held: ModelShape, other: ModelShape) -> None:
+def check_config(model: ModelShape, other: ModelShape) -> None:
     """Raise ArgumentError if a configuration's weights cannot replace a model's."""
-    if type(held) is not type(other):
-        raise ArgumentError(f"weights are of {other.architecture}, and the model is {held.architecture}")
-    for entry in fields(held):
-        own, its = getattr(held, entry.name), getattr(other, entry.name)
-        if entry.name not in _MAY_DIFFER and own != its:
-            raise ArgumentError(f"weights have {entry.name} {shown(its)}, and the model has {shown(own)}")
+    if type(model) is not type(other):
+        raise ArgumentError(f"weights are of {other.architecture}, and the model is {model.architecture}")
+    for entry in fields(model):
+        ours, theirs = getattr(model, entry.name), getattr(other, entry.name)
+        if entry.name not in _MAY_DIFFER and ours != theirs:
+            raise ArgumentError(f"weights have {entry.name} {shown(theirs)}, and the model has {shown(ours)}")
 
 
-def check_stored(held: TensorSource, other: TensorSource) -> None:
+def check_stored(model: TensorSource, other: TensorSource) -> None:
     """Raise ArgumentError if a tensor has another shape or quantization; the message names it."""
-    for name in held.tensors.keys() & other.tensors.keys():
-        (shape, kind), (other_shape, other_kind) = held.tensors[name], other.tensors[name]
+    for name in model.tensors.keys() & other.tensors.keys():
+        (shape, kind), (other_shape, other_kind) = model.tensors[name], other.tensors[name]
         if shape != other_shape:
             raise ArgumentError(f"weights: {name} is {[*other_shape]}, and the model's is {[*shape]}")
         if kind != other_kind and not {kind, other_kind} <= PLAIN_DTYPES.keys():
             raise ArgumentError(f"weights: {name} is stored as {other_kind}, and the model's as {kind}")
 
 
-def check_layout(held: Model, other: Model) -> None:
+def check_layout(model: Model, other: Model) -> None:
     """Raise ArgumentError if two models' tensors differ in layout; the message names one."""
-    for mine, theirs in zip_longest(_parts(held), _parts(other)):  # what is tied in one alone makes fewer
-        (place, own), (_, its) = mine or theirs, theirs or mine
-        if mine is None or theirs is None or _layout(own) != _layout(its):
-            raise ArgumentError(
-                f"weights: {place} is stored or quantized otherwise than the model's, which is captured"
-            )
-    if held.cache_scales != other.cache_scales:
+    for mine, theirs in zip_longest(_parts(model), _parts(other)):  # what is tied in one alone makes fewer
+        (name, ours), (_, others) = mine or theirs, theirs or mine
+        if mine is None or theirs is None or _layout(ours) != _layout(others):
+            raise ArgumentError(f"weights: {name} is stored or quantized otherwise than the model's, which is captured")
+    if model.cache_scales != other.cache_scales:
         raise ArgumentError("weights come with other scales of cached keys and values, which are captured")
 
 
-def copy_weights(held: Model, other: Model) -> None:
+def copy_weights(model: Model, other: Model) -> None:
     """Copy the weights of a model of the same layout into those of another, in place."""
     with torch.no_grad():
-        for own, its in zip(held.constants, other.constants, strict=True):
-            own.copy_(its)
+        for tensor, new in zip(model.constants, other.constants, strict=True):
+            tensor.copy_(new)
 
 
 def _parts(model: Model) -> Iterator[tuple[str, Any]]:
     """Yield the parts that a step reads, by name."""
     if isinstance(model, Decoder):
         for index, block in enumerate(model.blocks):
-            place = f"layers.{index - 1}" if 0 < index <= model.num_layers else type(block).__name__.lower()
-            yield from ((f"{place}.{name}", value) for name, value in block.leaves())
+            layer = f"layers.{index - 1}" if 0 < index <= model.num_layers else type(block).__name__.lower()
+            yield from ((f"{layer}.{name}", value) for name, value in block.leaves())
     else:
         yield from model.products()
         yield from ((f"tensor {index}", tensor) for index, tensor in enumerate(model.constants))
@@ -143,6 +142,6 @@ def _layout(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.shape, value.dtype, value.layout
     if is_dataclass(value):
-        held = {entry.name: getattr(value, entry.name) for entry in fields(value) if entry.name not in _NOT_LAYOUT}
-        return type(value), {name: _layout(each) for name, each in held.items()}
+        parts = {entry.name: getattr(value, entry.name) for entry in fields(value) if entry.name not in _NOT_LAYOUT}
+        return type(value), {name: _layout(each) for name, each in parts.items()}
     return tuple(map(_layout, value)) if isinstance(value, tuple) else value

@@ -33,9 +33,14 @@ WeightMap = dict[str, tuple[Part, ...]]  # name in the model -> tensors, concate
 
 
 def product(
-    place: str, names: Mapping[str, int | tuple[Run, ...]], in_features: int, *, split: int | None, bias: bool = False
+    param_name: str,
+    names: Mapping[str, int | tuple[Run, ...]],
+    in_features: int,
+    *,
+    split: int | None,
+    bias: bool = False,
 ) -> WeightMap:
-    """Return the weight map of a linear layer: `place`, its name in the model, and `place.bias` if it has a bias.
+    """Return the weight map of a linear layer: `param_name`, and `param_name.bias` if it has one.
 
     Args:
         names: its modules in the source -> rows of each, or their runs.
@@ -48,7 +53,7 @@ def product(
         size = rows if isinstance(rows, int) else sum(run.size for run in rows)
         weights.append(Part(f"{name}.weight", (size, in_features), split, runs))
         biases.append(Part(f"{name}.bias", (size,), 0 if split == 0 else None, runs, is_added=split == 1))
-    return {place: tuple(weights)} | ({f"{place}.bias": tuple(biases)} if bias else {})
+    return {param_name: tuple(weights)} | ({f"{param_name}.bias": tuple(biases)} if bias else {})
 
 
 def parts(weight_map: WeightMap) -> list[Part]:

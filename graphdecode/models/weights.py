@@ -23,14 +23,14 @@ from graphdecode.models.weight_map import Part, WeightMap
 _ADAPTED_WHOLE = ("embedding", "lm_head")  # not by rank
 
 
-def can_adapt(place: str) -> bool:
+def can_adapt(param_name: str) -> bool:
     """Whether a product can have adapters of each rank's part; experts' products can only if asked for."""
-    return place not in _ADAPTED_WHOLE and not is_of_experts(place)
+    return param_name not in _ADAPTED_WHOLE and not is_of_experts(param_name)
 
 
-def is_of_experts(place: str) -> bool:
-    """Whether a place has weights or biases of single experts."""
-    return "experts" in place.split(".")[:-1]
+def is_of_experts(param_name: str) -> bool:
+    """Whether a name is of weights or biases of single experts."""
+    return "experts" in param_name.split(".")[:-1]
 
 
 class Weights:
@@ -66,9 +66,9 @@ class Weights:
         self._embedding: WeightForm | None = None  # set if quantized
         self._angles: dict[tuple[RopeConfig | None, int], Tensor] = {}
 
-    def tensor(self, place: str, dtype: torch.dtype | None = None) -> Tensor:
+    def tensor(self, param_name: str, dtype: torch.dtype | None = None) -> Tensor:
         """Return a tensor in new memory; the default dtype is the model's."""
-        return read_fused(self._source, self._names(place), dtype or self.dtype, self.device)
+        return read_fused(self._source, self._names(param_name), dtype or self.dtype, self.device)
 
     def embedding_rows(self) -> RowTable | None:
         """Return the quantized embedding, if a form supports it; a tied output layer shares it."""
@@ -91,40 +91,42 @@ class Weights:
         parts = (Part("lm_head.weight", form.shape),)
         return form if self.adapters is None else self.adapters.wrap(form, "lm_head", parts)
 
-    def experts(self, place: str, experts: ExpertsConfig, layout: StackLayout, *, is_gated: bool) -> ExpertForm:
+    def experts(self, param_name: str, experts: ExpertsConfig, layout: StackLayout, *, is_gated: bool) -> ExpertForm:
         """Return the product of all experts, with its bias if the map has one; see `ExpertNames`.
 
-        `place` has the parts of each expert in turn, or one stack.
+        `param_name` has the parts of each expert in turn, or one stack.
         """
-        names = ExpertNames(self._names(place), experts.count, is_gated, layout)
-        bias = self.tensor(f"{place}.bias").view(experts.count, -1) if f"{place}.bias" in self._map else None
+        names = ExpertNames(self._names(param_name), experts.count, is_gated, layout)
+        bias = self.tensor(f"{param_name}.bias").view(experts.count, -1) if f"{param_name}.bias" in self._map else None
         if bias is not None and names.is_stack and names.interleaves:
             bias = torch.cat((bias[:, ::2], bias[:, 1::2]), dim=1)
         form = load_experts(self._source, names, bias, self._options)
-        return form if self.adapters is None else self.adapters.wrap_experts(form, place, names)
+        return form if self.adapters is None else self.adapters.wrap_experts(form, param_name, names)
 
     def by_head(self, weight: Tensor) -> ExpertForm:
         """Return the product of each head with a matrix of its own, [heads, out_features, in_features]."""
         heads, out_features, in_features = weight.shape
         return PlainExperts.of(weight, (heads, out_features, in_features), self._options.batch_invariant)
 
-    def adapted_heads(self, place: str, to_keys: ExpertForm, to_values: ExpertForm) -> tuple[ExpertForm, ExpertForm]:
-        """Return two products by head that are made of the weight at a place, with its adapter slots, if any."""
+    def adapted_heads(
+        self, param_name: str, to_keys: ExpertForm, to_values: ExpertForm
+    ) -> tuple[ExpertForm, ExpertForm]:
+        """Return two products by head that are made of one weight, with its adapter slots, if any."""
         if self.adapters is None:
             return to_keys, to_values
-        return self.adapters.wrap_heads(to_keys, to_values, place, self._map[place][0])
+        return self.adapters.wrap_heads(to_keys, to_values, param_name, self._map[param_name][0])
 
-    def norm(self, place: str, eps: float) -> Norm:
+    def norm(self, param_name: str, eps: float) -> Norm:
         """Return a norm, in float32."""
-        return Norm(self.tensor(place, torch.float32).add_(self._norm_offset), eps)
+        return Norm(self.tensor(param_name, torch.float32).add_(self._norm_offset), eps)
 
-    def optional_norm(self, place: str, eps: float) -> Norm | None:
+    def optional_norm(self, param_name: str, eps: float) -> Norm | None:
         """Return a norm; None if the map has none of this name."""
-        return self.norm(place, eps) if place in self._map else None
+        return self.norm(param_name, eps) if param_name in self._map else None
 
     def linear(
         self,
-        place: str,
+        param_name: str,
         tied: Tensor | None = None,
         *,
         is_partial: bool = False,
@@ -134,33 +136,33 @@ class Weights:
         """Return a product in the fastest form for decode steps.
 
         Args:
-            place: name in the model.
-            tied: the plain embedding, used if the map has no `place` and the embedding is not quantized.
+            param_name: name in the model.
+            tied: the plain embedding, used if the map has no `param_name` and the embedding is not quantized.
             is_partial: the caller sums the ranks' products.
             in_floats: the product is written in float32.
             keeps_each: tensors stay quantized although others of the product are not, or otherwise; without a bias.
         """
-        fused = FUSED_FORMS.get(place.rpartition(".")[2], FusedForm())
+        fused = FUSED_FORMS.get(param_name.rpartition(".")[2], FusedForm())
         options = replace(self._options, in_floats=in_floats, fused=fused)
-        if place not in self._map and self._embedding is not None:
+        if param_name not in self._map and self._embedding is not None:
             return self._embedding
-        if place not in self._map and tied is not None:
+        if param_name not in self._map and tied is not None:
             return tied_linear(tied, self._source, LinearNames(self._names("embedding")), options)
-        names = LinearNames(self._names(place), self._names(f"{place}.bias"))
-        split = self._map[place][0].split
+        names = LinearNames(self._names(param_name), self._names(f"{param_name}.bias"))
+        split = self._map[param_name][0].split
         if self.collectives is not None and split is None:
             # each rank computes all of it, with the same bits: no measured choices, which may differ
             form: WeightForm = replace(Plain.load(self._source, names, options), choices={})
         elif self.collectives is not None and split == 1:
             form = load_linear(self._source, names, replace(options, row_maxima=self.collectives.greatest))
             if not is_partial:
-                form = RowParallelLinear(form.shape, None, form, self.collectives, place)
+                form = RowParallelLinear(form.shape, None, form, self.collectives, param_name)
         elif keeps_each:
             form = MergedLinear.wrap(self._adjacent(names.weights, options))
         else:
             form = load_linear(self._source, names, options)
-        if self.adapters is not None and can_adapt(place):
-            return self.adapters.wrap(form, place, self._map[place])
+        if self.adapters is not None and can_adapt(param_name):
+            return self.adapters.wrap(form, param_name, self._map[param_name])
         return form
 
     def cos_sin(self, rope: RopeConfig | None, head_dim: int) -> Tensor:
@@ -183,5 +185,5 @@ class Weights:
             forms += apart if any(isinstance(form, kept) for form in apart) else [whole]
         return forms
 
-    def _names(self, place: str) -> tuple[str, ...]:
-        return tuple(part.name for part in self._map.get(place, ()))
+    def _names(self, param_name: str) -> tuple[str, ...]:
+        return tuple(part.name for part in self._map.get(param_name, ()))

@@ -228,9 +228,9 @@ class DeepseekV3(Sparse):
 
     def layer_weights(self, config: ModelConfig, at: str, name: str) -> WeightMap:
         assert isinstance(config, LatentConfig)
-        places, attention = super().layer_weights(config, at, name), f"{name}self_attn."
+        weight_map, attention = super().layer_weights(config, at, name), f"{name}self_attn."
         for unused in (f"{at}qkv", f"{at}qkv.bias"):
-            places.pop(unused, None)
+            weight_map.pop(unused, None)
         hidden, heads, q_rank, rank = config.hidden_size, config.num_attention_heads, config.q_rank, config.rank
         of_queries, of_values = config.nope_dim + config.rope_dim, config.value_channels
         latents: dict[str, Any] = {f"{attention}q_a_proj": q_rank} if q_rank else {}
@@ -238,9 +238,9 @@ class DeepseekV3(Sparse):
         queries = {f"{attention}{'q_b_proj' if q_rank else 'q_proj'}": heads * of_queries}
         to_both = (heads * (config.nope_dim + of_values), rank)
         if q_rank:
-            places[f"{at}q_norm"] = (Part(f"{attention}q_a_layernorm.weight", (q_rank,)),)
+            weight_map[f"{at}q_norm"] = (Part(f"{attention}q_a_layernorm.weight", (q_rank,)),)
         return {
-            **places,
+            **weight_map,
             **product(f"{at}qkv_a", latents, hidden, split=None, bias=config.qkv_bias),
             **product(f"{at}q_b", queries, q_rank or hidden, split=0),
             f"{at}kv_norm": (Part(f"{attention}kv_a_layernorm.weight", (rank,)),),
@@ -248,19 +248,19 @@ class DeepseekV3(Sparse):
             **product(f"{at}o", {f"{attention}o_proj": hidden}, heads * of_values, split=1, bias=config.o_bias),
         }
 
-    def adapted_features(self, config: ModelConfig, place: str, parts: tuple[Part, ...]) -> int:
-        if not place.endswith(".kv_b"):
-            return super().adapted_features(config, place, parts)
+    def adapted_features(self, config: ModelConfig, param_name: str, parts: tuple[Part, ...]) -> int:
+        if not param_name.endswith(".kv_b"):
+            return super().adapted_features(config, param_name, parts)
         assert isinstance(config, LatentConfig)
         of_head = config.nope_dim + 2 * config.rope_dim + 2 * config.rank + config.value_channels
         return config.num_attention_heads * of_head  # A and B of each head's two products
 
     def expert_weights(self, config: ModelConfig, at: str, name: str, *, is_stacked: bool) -> WeightMap:
-        places = super().expert_weights(config, at, name, is_stacked=is_stacked)
+        weight_map = super().expert_weights(config, at, name, is_stacked=is_stacked)
         if self.has_router_bias:
             shape = (experts_of(config).count,)
-            places[f"{at}router_bias"] = (Part(f"{name}mlp.gate.e_score_correction_bias", shape),)
-        return places
+            weight_map[f"{at}router_bias"] = (Part(f"{name}mlp.gate.e_score_correction_bias", shape),)
+        return weight_map
 
     def mixer(self, config: ModelConfig, weights: Weights, index: int) -> Mixer:
         """Return a layer's latent attention; what makes keys and values of latents is dequantized."""

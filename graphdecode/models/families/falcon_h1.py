@@ -133,7 +133,7 @@ class FalconH1(Bamba):
 
 def _scaled(
     weights: Weights,
-    place: str,
+    param_name: str,
     form: WeightForm,
     has_bias: bool,
     of_input: float,
@@ -148,7 +148,7 @@ def _scaled(
         scale = torch.cat([part * each for part, each in zip(scale.split(sections), multipliers, strict=True)])
     shift = None
     if has_bias and of_input != 1.0:
-        shift = weights.tensor(f"{place}.bias", torch.float32) * scale * (1.0 - of_input)
+        shift = weights.tensor(f"{param_name}.bias", torch.float32) * scale * (1.0 - of_input)
     return ScaledLinear(form.shape, None, form, scale * of_input, shift)
 
 

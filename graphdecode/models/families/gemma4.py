@@ -246,16 +246,16 @@ class Gemma4(Sparse, Gemma2):
 
     def sparse_weights(self, config: ModelConfig, *, is_stacked: bool) -> WeightMap:
         assert isinstance(config, Gemma4Config)
-        places, width = Llama.weights(self, config), config.num_hidden_layers * config.input_size
+        weight_map, width = Llama.weights(self, config), config.num_hidden_layers * config.input_size
         if width:
-            places["input_table"] = (Part("model.embed_tokens_per_layer.weight", (config.input_vocab_size, width)),)
-            places["input_norm"] = (Part("model.per_layer_projection_norm.weight", (config.input_size,)),)
+            weight_map["input_table"] = (Part("model.embed_tokens_per_layer.weight", (config.input_vocab_size, width)),)
+            weight_map["input_norm"] = (Part("model.per_layer_projection_norm.weight", (config.input_size,)),)
             module = {"model.per_layer_model_projection": width}
-            places |= product("per_layer_in", module, config.hidden_size, split=None)
+            weight_map |= product("per_layer_in", module, config.hidden_size, split=None)
         for index in range(config.num_hidden_layers if config.experts is not None else 0):
             at, name = f"layers.{index}.", f"model.layers.{index}."
-            places |= self.expert_weights(config, at, name, is_stacked=is_stacked)
-        return places
+            weight_map |= self.expert_weights(config, at, name, is_stacked=is_stacked)
+        return weight_map
 
     def unread(self, config: ModelConfig, tensors: Collection[str]) -> list[str]:
         """Return names of unread tensors, also those of keys in layers that share another's."""
@@ -267,25 +267,25 @@ class Gemma4(Sparse, Gemma2):
         assert isinstance(config, Gemma4Config)
         index, attention, hidden = int(at.split(".")[1]), f"{name}self_attn.", config.hidden_size
         config = config.of_layer(index)
-        places = Llama.layer_weights(self, config, at, name)
-        q, k, _ = places[f"{at}qkv"]
-        biases = places.get(f"{at}qkv.bias", ())
+        weight_map = Llama.layer_weights(self, config, at, name)
+        q, k, _ = weight_map[f"{at}qkv"]
+        biases = weight_map.get(f"{at}qkv.bias", ())
         if config.layer_keys[index].shared_with is not None:
-            places[f"{at}qkv"], biases = (q,), biases[:1]
+            weight_map[f"{at}qkv"], biases = (q,), biases[:1]
         elif config.values_are_keys and config.windows[index] < 0:
-            places[f"{at}qkv"], biases = (q, k, k), (*biases[:2], *biases[1:2])
+            weight_map[f"{at}qkv"], biases = (q, k, k), (*biases[:2], *biases[1:2])
         if biases:
-            places[f"{at}qkv.bias"] = biases
-        places[f"{at}scale"] = (Part(f"{name}layer_scalar", (1,)),)
-        places[f"{at}q_norm"] = (Part(f"{attention}q_norm.weight", (config.head_dim,)),)
+            weight_map[f"{at}qkv.bias"] = biases
+        weight_map[f"{at}scale"] = (Part(f"{name}layer_scalar", (1,)),)
+        weight_map[f"{at}q_norm"] = (Part(f"{attention}q_norm.weight", (config.head_dim,)),)
         if config.layer_keys[index].shared_with is None:
-            places[f"{at}k_norm"] = (Part(f"{attention}k_norm.weight", (config.head_dim,)),)
+            weight_map[f"{at}k_norm"] = (Part(f"{attention}k_norm.weight", (config.head_dim,)),)
         if config.input_size:
-            places |= norms_at({"after_input": "post_per_layer_input_norm"}, config, at, name)
+            weight_map |= norms_at({"after_input": "post_per_layer_input_norm"}, config, at, name)
             gate, out = {f"{name}per_layer_input_gate": config.input_size}, {f"{name}per_layer_projection": hidden}
-            places |= product(f"{at}input_gate", gate, hidden, split=None)
-            places |= product(f"{at}input_out", out, config.input_size, split=None)
-        return places
+            weight_map |= product(f"{at}input_gate", gate, hidden, split=None)
+            weight_map |= product(f"{at}input_out", out, config.input_size, split=None)
+        return weight_map
 
     def expert_weights(self, config: ModelConfig, at: str, name: str, *, is_stacked: bool) -> WeightMap:
         """Return the weight map of one layer's router, experts and norms; the MLP is the usual one."""

@@ -79,17 +79,17 @@ class GraniteHybrid(Granite, Sparse, Mamba2Hybrid):
 
     def weights_in(self, config: ModelConfig, tensors: Mapping[str, Stored]) -> WeightMap:
         """Return the weight map for a source; GGUF files split gate and input of the shared MLP."""
-        places = super().weights_in(config, tensors)
+        weight_map = super().weights_in(config, tensors)
         if "model.layers.0.mlp.gate_proj.weight" in tensors:
             for index in range(config.num_hidden_layers):
                 at = f"layers.{index}."
                 own = Llama.layer_weights(self, config, at, f"model.{at}")
-                places |= {f"{at}{place}": own[f"{at}{place}"] for place in ("gate_up", "down")}
-        return places
+                weight_map |= {f"{at}{param_name}": own[f"{at}{param_name}"] for param_name in ("gate_up", "down")}
+        return weight_map
 
     def layouts(self, config: ModelConfig) -> tuple[WeightMap, ...]:
         found = super().layouts(config)
-        return *found, {place: tuple(map(_as_in_transformers, parts)) for place, parts in found[0].items()}
+        return *found, {param_name: tuple(map(_as_in_transformers, parts)) for param_name, parts in found[0].items()}
 
     def layer_weights(self, config: ModelConfig, at: str, name: str) -> WeightMap:
         shared = _shared_weights(config, config.intermediate_size, at, name)

@@ -41,16 +41,16 @@ class Hybrid(Llama):
         """Return the mixer of the recurrent layer at prefix `at`."""
 
     def weights(self, config: ModelConfig) -> WeightMap:
-        places = super().weights(config)
+        weight_map = super().weights(config)
         for index, state in enumerate(config.recurrent):
             at, name = f"layers.{index}.", f"model.layers.{index}."
             if state is None:
                 continue
             if not state.beside_keys:
-                absent = tuple(f"{at}{place}{end}" for place in self.attention_only for end in ("", ".bias"))
-                places = {place: part for place, part in places.items() if place not in absent}
-            places |= self.mixer_weights(config, at, name)
-        return places
+                absent = tuple(f"{at}{param_name}{end}" for param_name in self.attention_only for end in ("", ".bias"))
+                weight_map = {param_name: part for param_name, part in weight_map.items() if param_name not in absent}
+            weight_map |= self.mixer_weights(config, at, name)
+        return weight_map
 
     def mixer(self, config: ModelConfig, weights: Weights, index: int) -> Mixer:
         if config.keeps_state(index):
@@ -81,7 +81,7 @@ def recurrent_layers(
     return {"recurrent": states if any(states) else (), "mixer": sizes}
 
 
-def renamed(places: WeightMap, layer: str, names: Mapping[str, str]) -> WeightMap:
+def renamed(weight_map: WeightMap, layer: str, names: Mapping[str, str]) -> WeightMap:
     """Rename modules in a weight map; tensor names begin with `layer`."""
 
     def other(part: Part) -> Part:
@@ -89,12 +89,12 @@ def renamed(places: WeightMap, layer: str, names: Mapping[str, str]) -> WeightMa
         known = next((known for known in names if own.startswith(f"{known}.")), None)
         return part if known is None else part._replace(name=layer + names[known] + own.removeprefix(known))
 
-    return {place: tuple(map(other, parts)) for place, parts in places.items()}
+    return {param_name: tuple(map(other, parts)) for param_name, parts in weight_map.items()}
 
 
-def conv_weight(weights: Weights, place: str) -> Tensor:
+def conv_weight(weights: Weights, param_name: str) -> Tensor:
     """Return the weight of a convolution, float32 [width, channels]; stored as [channels, 1, width]."""
-    return weights.tensor(place, torch.float32).squeeze(1).T.contiguous()
+    return weights.tensor(param_name, torch.float32).squeeze(1).T.contiguous()
 
 
 class Mamba2Sizes(NamedTuple):
@@ -144,13 +144,15 @@ def mamba2_weights(config: ModelConfig, at: str, name: str) -> WeightMap:
     xbc = (Run(sizes.channels), group, group)
     rows = (Run(sizes.channels), *xbc, Run(sizes.heads))
     vectors = {"a_log": "A_log", "skip": "D", "dt_bias": "dt_bias"}
-    places: WeightMap = {f"{at}{place}": (Part(f"{name}{own}", (sizes.heads,), 0),) for place, own in vectors.items()}
-    places[f"{at}conv"] = (Part(f"{name}conv1d.weight", (sizes.conv_channels, 1, sizes.width), 0, xbc),)
+    weight_map: WeightMap = {
+        f"{at}{param_name}": (Part(f"{name}{own}", (sizes.heads,), 0),) for param_name, own in vectors.items()
+    }
+    weight_map[f"{at}conv"] = (Part(f"{name}conv1d.weight", (sizes.conv_channels, 1, sizes.width), 0, xbc),)
     if sizes.conv_bias:
-        places[f"{at}conv_bias"] = (Part(f"{name}conv1d.bias", (sizes.conv_channels,), 0, xbc),)
+        weight_map[f"{at}conv_bias"] = (Part(f"{name}conv1d.bias", (sizes.conv_channels,), 0, xbc),)
     if sizes.has_norm:
-        places[f"{at}mixer_norm"] = (Part(f"{name}norm.weight", (sizes.channels,), 0),)
-    return places | {
+        weight_map[f"{at}mixer_norm"] = (Part(f"{name}norm.weight", (sizes.channels,), 0),)
+    return weight_map | {
         **product(f"{at}in_proj", {f"{name}in_proj": rows}, hidden, split=0, bias=sizes.proj_bias),
         **product(f"{at}out_proj", {f"{name}out_proj": hidden}, sizes.channels, split=1, bias=sizes.out_bias),
     }
@@ -159,7 +161,9 @@ def mamba2_weights(config: ModelConfig, at: str, name: str) -> WeightMap:
 def mamba2_mixer(config: ModelConfig, weights: Weights, at: str) -> Mamba2:
     """Return the Mamba2 mixer at prefix `at`."""
     sizes = config.mixer
-    heads = ScanWeights(*(weights.tensor(f"{at}{place}", torch.float32) for place in ("a_log", "skip", "dt_bias")))
+    heads = ScanWeights(
+        *(weights.tensor(f"{at}{param_name}", torch.float32) for param_name in ("a_log", "skip", "dt_bias"))
+    )
     mixer = Mamba2(
         in_proj=weights.linear(f"{at}in_proj"),
         conv=conv_weight(weights, f"{at}conv"),

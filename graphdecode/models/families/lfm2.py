@@ -75,10 +75,10 @@ class Lfm2(Hybrid):
 
     def mixer_weights(self, config: ModelConfig, at: str, name: str) -> WeightMap:
         hidden, conv, (channels, width, bias) = config.hidden_size, f"{name}conv.", config.mixer
-        places: WeightMap = {f"{at}conv": (Part(f"{conv}conv.weight", (channels, 1, width), 0),)}
+        weight_map: WeightMap = {f"{at}conv": (Part(f"{conv}conv.weight", (channels, 1, width), 0),)}
         if bias:
-            places[f"{at}conv_bias"] = (Part(f"{conv}conv.bias", (channels,), 0),)
-        return places | {
+            weight_map[f"{at}conv_bias"] = (Part(f"{conv}conv.bias", (channels,), 0),)
+        return weight_map | {
             **product(f"{at}in_proj", {f"{conv}in_proj": (Run(channels),) * 3}, hidden, split=0, bias=bias),
             **product(f"{at}out_proj", {f"{conv}out_proj": hidden}, channels, split=1, bias=bias),
         }

@@ -57,10 +57,10 @@ class Llama(Family):
         }
 
     def weights(self, config: ModelConfig) -> WeightMap:
-        places = outer_weights(config, final_norm=self.final_norm)
+        weight_map = outer_weights(config, final_norm=self.final_norm)
         for index in range(config.num_hidden_layers):
-            places |= self.layer_weights(config, f"layers.{index}.", f"model.layers.{index}.")
-        return places
+            weight_map |= self.layer_weights(config, f"layers.{index}.", f"model.layers.{index}.")
+        return weight_map
 
     def layer_weights(self, config: ModelConfig, at: str, name: str) -> WeightMap:
         """Return the weight map of one layer: prefix `at` in the model, `name` in the source."""
@@ -118,7 +118,7 @@ class Llama(Family):
 def norms_at(modules: Mapping[str, str], config: ModelConfig, at: str, name: str) -> WeightMap:
     """Return the weight map of norms over the residual stream, given their modules in a layer."""
     shape = (config.hidden_size,)
-    return {f"{at}{place}": (Part(f"{name}{module}.weight", shape),) for place, module in modules.items()}
+    return {f"{at}{param_name}": (Part(f"{name}{module}.weight", shape),) for param_name, module in modules.items()}
 
 
 def head_run(config: ModelConfig) -> Run:

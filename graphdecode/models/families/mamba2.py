@@ -83,12 +83,12 @@ class Mamba2Family(Mamba2Hybrid):
         return {"recurrent": (sizes.state,) * fields["num_hidden_layers"], "mixer": sizes}
 
     def weights(self, config: ModelConfig) -> WeightMap:
-        places = outer_weights(config, embedding="backbone.embeddings", final_norm="backbone.norm_f")
+        weight_map = outer_weights(config, embedding="backbone.embeddings", final_norm="backbone.norm_f")
         for index in range(config.num_hidden_layers):
             at, name = f"layers.{index}.", f"backbone.layers.{index}."
-            places |= norms_at({"input_norm": "norm"}, config, at, name)
-            places |= self.block_weights(config, index, at, f"{name}mixer.")
-        return places
+            weight_map |= norms_at({"input_norm": "norm"}, config, at, name)
+            weight_map |= self.block_weights(config, index, at, f"{name}mixer.")
+        return weight_map
 
     def block_weights(self, config: ModelConfig, index: int, at: str, name: str) -> WeightMap:
         """Return the weight map of a layer's block, whose tensors' names begin with `name`."""

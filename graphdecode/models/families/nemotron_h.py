@@ -109,8 +109,8 @@ class NemotronH(Mamba2Family):
 
     def weights_in(self, config: ModelConfig, tensors: Mapping[str, Stored]) -> WeightMap:
         """Return the weight map for a source, whose prefix may be `model.`, as transformers writes it."""
-        places = self.weights(config)
-        return renamed(places, "", _IN_TRANSFORMERS) if "model.embeddings.weight" in tensors else places
+        weight_map = self.weights(config)
+        return renamed(weight_map, "", _IN_TRANSFORMERS) if "model.embeddings.weight" in tensors else weight_map
 
     def layouts(self, config: ModelConfig) -> tuple[WeightMap, ...]:
         return (*super().layouts(config), renamed(self.weights(config), "", _IN_TRANSFORMERS))

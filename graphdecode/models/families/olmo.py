@@ -110,22 +110,22 @@ class OlmoHybrid(Olmo2, Hybrid):
 
         transformers renames a norm of attention layers, and cuts the weight of a convolution into equal parts.
         """
-        places = self.weights(config)
+        weight_map = self.weights(config)
         for index in range(config.num_hidden_layers):
             at, name = f"layers.{index}.", f"model.layers.{index}."
             if config.keeps_state(index):
                 found = [
                     part._replace(shape=tensors[part.name].shape)
-                    for part in places[f"{at}conv"]
+                    for part in weight_map[f"{at}conv"]
                     if part.name in tensors and tensors[part.name].shape[1:] == part.shape[1:]
                 ]
                 channels = sum(part.shape[0] for part in found)
                 if channels == config.mixer.conv_channels:
-                    places[f"{at}conv"] = tuple(found)
+                    weight_map[f"{at}conv"] = tuple(found)
             elif f"{name}feedforward_layer_norm.weight" in tensors:
-                place, norm = f"{at}after_attention", {"post_attention_layernorm": "feedforward_layer_norm"}
-                places |= renamed({place: places[place]}, name, norm)
-        return places
+                param_name, norm = f"{at}after_attention", {"post_attention_layernorm": "feedforward_layer_norm"}
+                weight_map |= renamed({param_name: weight_map[param_name]}, name, norm)
+        return weight_map
 
     def mixer_weights(self, config: ModelConfig, at: str, name: str) -> WeightMap:
         sizes, own, hidden = config.mixer, f"{name}linear_attn.", config.hidden_size

@@ -75,7 +75,7 @@ class Sparse(Llama):
         return replace(sparse, collectives=weights.collectives, param_name=f"{at}experts")
 
     def sparse_mlp(self, config: ModelConfig, weights: Weights, at: str, shared: GatedMlp | None) -> SparseMlp:
-        """Return router and experts of the layer whose places begin with `at`, beside the shared expert, if any."""
+        """Return router and experts of the layer whose names begin with `at`, beside the shared expert, if any."""
         router, block = weights.linear(f"{at}router"), self.expert_block(config, weights, at)
         return self.block(router, block, shared, experts_of(config).renormalize)
 
@@ -98,47 +98,47 @@ class Sparse(Llama):
         width, shared = experts.intermediate_size, experts.shared_intermediate_size
         mlp = f"{name}{self.stacked_mlp if is_stacked else self.mlp}"
         router = {f"{mlp}{self.router}": experts.count}
-        places: WeightMap = {}
+        weight_map: WeightMap = {}
         if shared:
             if self.gates_shared_expert:
                 router[f"{mlp}shared_expert_gate"] = 1
             gate_up = {f"{mlp}{self.shared_expert}.{part}": shared for part in self.gate_up}
-            places |= product(f"{at}gate_up", gate_up, hidden, split=0)
-            places |= product(f"{at}down", {f"{mlp}{self.shared_expert}.{self.down}": hidden}, shared, split=1)
-        places |= product(f"{at}router", router, hidden, split=None, bias=self.has_biases)
+            weight_map |= product(f"{at}gate_up", gate_up, hidden, split=0)
+            weight_map |= product(f"{at}down", {f"{mlp}{self.shared_expert}.{self.down}": hidden}, shared, split=1)
+        weight_map |= product(f"{at}router", router, hidden, split=None, bias=self.has_biases)
         if is_stacked:
-            return places | self.stacked_weights(experts, hidden, f"{at}experts.", mlp)
+            return weight_map | self.stacked_weights(experts, hidden, f"{at}experts.", mlp)
         each = [f"{mlp}experts.{expert}." for expert in range(experts.count)]
         gate_up = {f"{expert}{part}": width for expert in each for part in self.gate_up}
         down = {f"{expert}{self.down}": hidden for expert in each}
-        places |= product(f"{at}experts.gate_up", gate_up, hidden, split=0, bias=self.has_biases)
-        return places | product(f"{at}experts.down", down, width, split=1, bias=self.has_biases)
+        weight_map |= product(f"{at}experts.gate_up", gate_up, hidden, split=0, bias=self.has_biases)
+        return weight_map | product(f"{at}experts.down", down, width, split=1, bias=self.has_biases)
 
     def stacked_weights(self, experts: ExpertsConfig, hidden: int, at: str, mlp: str) -> WeightMap:
         """Return the weight map of one layer's stacks of experts, for their layout see `StackLayout`."""
-        places: WeightMap = {}
+        weight_map: WeightMap = {}
         width, halves = experts.intermediate_size, (Run(experts.intermediate_size),) * 2
         gate_up, down = (2 * width, hidden), (hidden, width)
         for name, own, shape, split in zip(("gate_up", "down"), self.stacks, (gate_up, down), (0, 1), strict=True):
             runs = halves if split == 0 and not self.stack_layout.interleaved else ()
             stored, axis = (shape[::-1], 1 - split) if self.stack_layout.transposed else (shape, split)
-            places[f"{at}{name}"] = (Part(f"{mlp}{own}", (experts.count, *stored), axis + 1, runs),)
+            weight_map[f"{at}{name}"] = (Part(f"{mlp}{own}", (experts.count, *stored), axis + 1, runs),)
             if self.has_biases:
                 bias = Part(f"{mlp}{own}_bias", (experts.count, shape[0]), None if split else 1, runs, split == 1)
-                places[f"{at}{name}.bias"] = (bias,)
-        return places
+                weight_map[f"{at}{name}.bias"] = (bias,)
+        return weight_map
 
     def sparse_weights(self, config: ModelConfig, *, is_stacked: bool) -> WeightMap:
         """Return the weight map, with stacked experts or separate ones."""
-        places = super().weights(config)
+        weight_map = super().weights(config)
         for index, is_sparse in enumerate(config.experts.layers if config.experts is not None else ()):
             if is_sparse:
                 at = f"layers.{index}."
                 for dense in (f"{at}gate_up", f"{at}down"):
-                    places.pop(dense)
-                    places.pop(f"{dense}.bias", None)
-                places |= self.expert_weights(config, at, f"model.layers.{index}.", is_stacked=is_stacked)
-        return places
+                    weight_map.pop(dense)
+                    weight_map.pop(f"{dense}.bias", None)
+                weight_map |= self.expert_weights(config, at, f"model.layers.{index}.", is_stacked=is_stacked)
+        return weight_map
 
 
 def experts_everywhere(settings: dict[str, Any], fields: dict[str, Any]) -> ExpertsConfig:
