@@ -467,5 +467,6 @@ class Simulation:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=["fp32", "fp16", "bf16"])
 @pytest.mark.parametrize("page_size", [None, 1, 16, 256], ids=["rows", "pages of 1", "pages of 16", "pages of 256"])
 @pytest.mark.parametrize("form", ["bshd", "sbhd", "thd"])
-def test_every_token_of_every_step_is_as_in_one_full_causal_pass(form, page_size, dtype, device):
+def test_every_token_of_every_step_is_as_in_one_full_causal_pass(form, page_size, dtype, own_device):
+    device = own_device
     Simulation(form, page_size, dtype, device, seed=len(form) + (page_size or 0) + dtype.itemsize).run()
