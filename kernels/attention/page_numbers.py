@@ -1,4 +1,4 @@
-"""A check of page numbers that are in host memory: each that a row reads is a page of the pool."""
+"""A check of page numbers that are in host memory: rows read pages of the pool, as many as they have."""
 
 import numpy as np
 
@@ -24,10 +24,13 @@ def check_page_numbers(
         window: the newest tokens of a row that are read; 0: all.
 
     Raises:
-        ValueError: on a CPU, a number outside 0..num_pages - 1.
+        ValueError: on a CPU, a number outside 0..num_pages - 1, or a length that a row of a dense table does not hold.
     """
     tokens, numbers = lengths.numpy().astype(np.int64), table.numpy()
     if indptr is None:
+        most = numbers.shape[1] * page_size
+        if tokens.size and not 0 <= tokens.min() <= tokens.max() <= most:
+            raise ValueError(f"seq_lens must be in 0..{most}, what the pages of a row hold, got {tokens.tolist()}")
         counts = -(-tokens // page_size)
         place = np.broadcast_to(np.arange(numbers.shape[1]), numbers.shape)
         counts, first = counts[:, None], tokens[:, None] - window

@@ -533,6 +533,32 @@ def test_forward_refuses_by_name_what_is_not_offered_before_anything_changed(nam
     assert not any(tensor.any() for tensor in params.cache_manager.cache[1])
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("cu_seqlens_q", torch.tensor([0, 3, 4])), ("cu_seqlens_q", torch.tensor([0, 3, 9]).int()),
+        ("cu_seqlens_q", torch.tensor([0, 5, 4]).int()), ("cu_seqlens_kv", torch.tensor([0, 3]).int()),
+        ("cu_seqlens_kv", torch.tensor([1, 3, 4]).int()), ("cu_seqlens_q_padded", torch.tensor([0]).int()),
+        ("cu_seqlens_q", [0, 3, 4]), ("key_layer", torch.zeros(4, GROUPS, DIM, dtype=torch.float16)),
+        ("value_layer", torch.zeros(3, GROUPS, DIM)), ("window_size", (1.5, 0)), ("window_size", (1,)),
+        ("softcap", "2"), ("alibi_slopes", [0.5] * HEADS),
+    ],
+)  # fmt: skip
+def test_sums_and_tensors_without_a_cache_that_do_not_fit_are_refused_by_name(name, value):
+    query, keys, values = (laid_out(part, "thd") for part in new_tokens((3, 1)))
+    given = {
+        "query_layer": query,
+        "key_layer": keys,
+        "value_layer": values,
+        "cu_seqlens_q": torch.tensor([0, 3, 4]).int(),
+    }
+    given["core_attention_bias_type"] = "alibi" if name == "alibi_slopes" else "no_bias"
+    module = DotProductAttention(HEADS, DIM, GROUPS, qkv_format="thd", attn_mask_type="padding_causal")
+    module(**given)
+    with pytest.raises(ValueError, match=name):
+        module(**given | {name: value})
+
+
 def test_dropout_is_refused_in_training_mode_alone():
     x = torch.ones(2, 1, HIDDEN)
     layer = TransformerLayer(HIDDEN, 20, HEADS, device="cpu")

@@ -176,13 +176,24 @@ def test_what_does_not_fit_or_would_change_results_is_refused_by_name(wrong, nam
         attended(rows, q, **wrong)
 
 
-def test_the_longest_row_may_be_longer_than_tables_and_no_row_reads_beyond_its_own():
+def test_the_longest_row_may_be_longer_than_tables_but_no_row_is_on_the_host():
     rows, q = rows_of(LENS, "cpu"), queries(4, "cpu")
     caches = (rows.k_cache.transpose(1, 2), rows.v_cache.transpose(1, 2))
-    given = (torch.zeros(1), rows.table[:, :2].contiguous())
-    out = trtllm_batch_decode_with_kv_cache(q, caches, *given, lengths(rows, "cpu"), 4096, SCALE)
+    given, out = (torch.zeros(1), rows.table[:, :2].contiguous()), torch.zeros_like(q)
     cut = torch.tensor([min(length, 2 * PAGE) for length in LENS], dtype=torch.int32)
-    assert torch.equal(out, trtllm_batch_decode_with_kv_cache(q, caches, *given, cut, 16, SCALE))
+    told = trtllm_batch_decode_with_kv_cache(q, caches, *given, cut, 4096, SCALE)
+    assert torch.equal(told, trtllm_batch_decode_with_kv_cache(q, caches, *given, cut, 16, SCALE))
+    for wrong in (lengths(rows, "cpu"), -cut):
+        with pytest.raises(ValueError, match=f"seq_lens must be in 0..{2 * PAGE}"):
+            trtllm_batch_decode_with_kv_cache(q, caches, *given, wrong, 4096, SCALE, out=out)
+    assert not out.any()
+
+
+@pytest.mark.parametrize("scale", [1.0, torch.tensor(9.0)])
+def test_a_scale_of_powers_of_two_takes_precedence_over_numbers_and_tensors(scale):
+    rows, q = rows_of(LENS, "cpu"), queries(4, "cpu")
+    log2 = torch.tensor([0.2 * math.log2(math.e)])
+    assert_near(attended(rows, q, bmm1_scale=scale, bmm1_scale_log2=log2), rows.expected(q, 1, Options(0.2))[0])
 
 
 def test_hints_change_nothing():

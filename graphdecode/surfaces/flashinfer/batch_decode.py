@@ -12,7 +12,7 @@ from torch import Tensor
 
 from graphdecode.attention.append import KV_LAYOUTS, PagedCache, paged_caches
 from graphdecode.attention.paged_decode import FIXED_SPLIT, splits_rows
-from graphdecode.cache.errors import require_choice, require_fit, require_range, require_tensors
+from graphdecode.cache.errors import require_choice, require_fit, require_integers, require_range, require_tensors
 from graphdecode.errors import shown
 from graphdecode.kernels.attention.attention_plan import WAVES_WHEN_FULL, PlanSizes, plan_size, work_items
 from graphdecode.kernels.attention.decode_attention import decode_attention
@@ -215,6 +215,7 @@ class BatchDecodeWithPagedKVCacheWrapper:
         """Return the tokens of a split of plans that do not depend on the batch; 0: balanced."""
         if disabled:
             return MAX_TOKENS
+        require_integers(fixed_split_size=0 if pages is None else pages)
         if pages is not None and pages > 0:  # FlashInfer's -1 means none, too
             require_range(1, MAX_TOKENS // page_size, fixed_split_size=pages)
             return pages * page_size

@@ -135,8 +135,7 @@ class MLARows(NamedTuple):
     def check_numbers(self, page_size: int, num_pages: int) -> None:
         """Raise a ValueError for a page in host memory that a pool does not have."""
         if self.pages.is_cpu and self.kv_lens.is_cpu and (self.kv_indptr is None or self.kv_indptr.is_cpu):
-            lens = self.kv_lens if self.kv_indptr is not None else self.kv_lens.clamp(max=self._width * page_size)
-            check_page_numbers(self.pages, self.kv_indptr, lens, page_size, num_pages, 0)
+            check_page_numbers(self.pages, self.kv_indptr, self.kv_lens, page_size, num_pages, 0)
 
     def check_fit(self, buffers: MLARows) -> None:
         """Raise a ValueError if these do not fit into buffers of fixed addresses."""

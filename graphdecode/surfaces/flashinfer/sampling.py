@@ -314,6 +314,8 @@ def _parameter(name: str, given: Tensor | float, rows: Tensor) -> Tensor:
         if given.dtype == torch.int64:
             given = given.clamp(max=_MOST_TOKENS)
         return given.to(torch.int32 if is_count else torch.float32)
+    if given is None:
+        raise ValueError(f"{name} must be a number or a tensor, got None")
     if is_count:
         require_range(1, _MOST_TOKENS, top_k=given)  # type: ignore[arg-type]
     else:

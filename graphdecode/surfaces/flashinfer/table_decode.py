@@ -67,7 +67,7 @@ def trtllm_batch_decode_with_kv_cache(
         q_len_per_req: queries a row, causal among themselves.
         lse: where to write the log-sum-exps, fp32 [b * q_len_per_req, num_qo_heads], contiguous.
         return_lse: whether to return them.
-        bmm1_scale_log2: one float32 on the device, bmm1_scale * log2(e); takes precedence over a tensor `bmm1_scale`.
+        bmm1_scale_log2: one float32 on the device, bmm1_scale * log2(e); takes precedence over `bmm1_scale`.
         enable_pdl, backend, multi_ctas_kv_counter_buffer, bf16q_fp8kv_transform_mode: hints, without effect.
         request_order, request_order_plan: likewise.
         others: of fp4 results, tree masks, rows of several numbers of queries, sparse attention, scales of fp4 caches
@@ -95,8 +95,9 @@ def trtllm_batch_decode_with_kv_cache(
         cp_rank=(cp_rank, 0),
         causal_seqlens_kv_global=(causal_seqlens_kv_global, None),
     )
-    if bmm1_scale_log2 is not None and isinstance(bmm1_scale, Tensor):
+    if bmm1_scale_log2 is not None:
         require_tensors(query.device, bmm1_scale_log2=bmm1_scale_log2)
+        require_fit("bmm1_scale_log2", bmm1_scale_log2.reshape(-1), (1,), torch.float32)
         bmm1_scale = bmm1_scale_log2 * _LN_2
     return _attend(
         query, kv_cache, block_tables, seq_lens, max_seq_len, (bmm1_scale, bmm2_scale), window_left, sinks, kv_layout,
@@ -160,9 +161,9 @@ def _attend(
     items = work_items(rows, wave_items)
     work = new_split_plan(device, rows, items, heads, value_dim, q_len)
     most = block_tables.shape[1] * page_size  # tokens that a row's pages hold
-    lens, live = seq_lens.view(torch.int32).clamp(max=most), torch.full((1,), rows, dtype=torch.int32, device=device)
+    lens, live = seq_lens.view(torch.int32), torch.full((1,), rows, dtype=torch.int32, device=device)
     sizes = PlanSizes(wave_items, window_left=window_left, q_len=q_len)
-    attention_plan(work.kv_lens, work.plan, lens - 1, live, sizes)
+    attention_plan(work.kv_lens, work.plan, lens.clamp(max=most) - 1, live, sizes)
     how = problem.how_to_attend(None, None, None)
     how["options"] = how["options"]._replace(sinks=sinks_of(sinks, heads, device))
     if block_tables.is_cpu:
@@ -183,7 +184,9 @@ def _attend(
 _SCALES = ("bmm1_scale", "bmm2_scale")
 
 
-def _number_or_tensor(name: str, scale: float | Tensor, device: torch.device) -> float | Tensor:
+def _number_or_tensor(name: str, scale: float | Tensor | None, device: torch.device) -> float | Tensor:
+    if scale is None:
+        raise ValueError(f"{name} must be a number or one float32, got None")
     if not isinstance(scale, Tensor):
         require_numbers(**{name: scale})
         return float(scale)

@@ -241,7 +241,9 @@ def _attend(
         out.copy_(result * out_scale)
 
 
-def _scale_of(name: str, scale: float | Tensor, device: torch.device) -> float | Tensor:
+def _scale_of(name: str, scale: float | Tensor | None, device: torch.device) -> float | Tensor:
+    if scale is None:
+        raise ValueError(f"{name} must be a number or one float32, got None")
     if not isinstance(scale, Tensor):
         require_numbers(**{name: scale})
         return float(scale)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from graphdecode.attention import AttentionOptions
 from graphdecode.buffers import default_device
-from graphdecode.cache.errors import require_choice
+from graphdecode.cache.errors import require_choice, require_fit, require_numbers, require_positive, require_tensors
 
 from .arguments import require_neutral
 from .cache_managers import QKV_FORMATS
@@ -69,6 +69,8 @@ class DotProductAttention(nn.Module):
                 f"num_attention_heads={num_attention_heads} must be a multiple of num_gqa_groups={self.num_gqa_groups}"
             )
         key_channels = kv_channels if isinstance(kv_channels, int) else kv_channels[0]
+        require_positive(num_attention_heads=num_attention_heads, kv_channels=key_channels)
+        require_numbers(softmax_scale=softmax_scale)
         self.softmax_scale = 1.0 / math.sqrt(key_channels) if softmax_scale is None else softmax_scale
         require_choice("qkv_format", qkv_format, QKV_FORMATS)
         require_choice("softmax_type", softmax_type, SOFTMAX_TYPES)
@@ -162,6 +164,7 @@ class DotProductAttention(nn.Module):
             if "padding" in kind and attention_mask is not None and cu_seqlens_q is None:
                 cu_seqlens_q = _sums_of(attention_mask)
             begins = (cu_seqlens_q_padded, cu_seqlens_kv_padded)
+            _check_uncached(keys, values, query, layout, (cu_seqlens_q, cu_seqlens_kv), begins)
             given = _uncached(keys, values, query, layout, (cu_seqlens_q, cu_seqlens_kv), begins)
             is_aligned = given.begins is given.cu_q and (given.cu_kv is given.cu_q or mask.bottom_right)
         sinks = None if self.softmax_offset is None else self.softmax_offset.float()
@@ -177,6 +180,7 @@ def require_eval(module: nn.Module, **dropouts: float) -> None:
 
 
 def _check_softcap(softcap: float) -> None:
+    require_numbers(softcap=softcap)
     if not 0.0 <= softcap < math.inf:
         raise ValueError(f"softcap must be a finite number of 0 or more, got {softcap!r}")
 
@@ -215,6 +219,43 @@ def _sums_of(attention_mask: Tensor) -> Tensor:
     return nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
 
 
+def _check_uncached(
+    keys: Tensor,
+    values: Tensor,
+    query: Tensor,
+    layout: str,
+    sums: tuple[Tensor | None, Tensor | None],
+    padded: tuple[Tensor | None, Tensor | None],
+) -> None:
+    """Raise ValueError for tokens that do not fit one another, or sums that do not fit them."""
+    require_tensors(query.device, key_layer=keys, value_layer=values)
+    batch = "batch" if layout == "thd" else query.shape[layout.index("b")]
+    sizes: dict[str, int | str] = {"b": batch, "s": "tokens", "t": "tokens", "h": "heads", "d": "channels"}
+    require_fit("key_layer", keys, [sizes[each] for each in layout], query.dtype)
+    require_fit("value_layer", values, [*keys.shape[:-1], "channels"], query.dtype)
+    if layout == "thd":
+        if sums[0] is None:
+            raise ValueError("thd needs cu_seqlens_q or inference_params")
+        require_tensors(query.device, cu_seqlens_q=sums[0])
+        rows = sums[0].numel()
+    else:
+        rows = query.shape[layout.index("b")] + 1
+    tokens = [each.shape[0 if layout == "thd" else layout.index("s")] for each in (query, keys)]
+    names = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
+    for name, given, most in zip(names, (*sums, *padded), tokens * 2, strict=True):
+        if given is None:
+            continue
+        require_tensors(query.device, **{name: given})
+        require_fit(name, given, (rows,), torch.int32)
+        if given.is_cpu:  # a GPU is not waited for
+            lengths = given.diff()
+            if given.shape[0] < 2 or given[0] or (lengths < 0).any():
+                raise ValueError(f"{name} must rise from 0, one entry more than rows, got {given.tolist()}")
+            if given[-1] > most if layout == "thd" else lengths.max() > most and "padded" not in name:
+                rows_of = "rows" if layout == "thd" else "each row"
+                raise ValueError(f"{name} must have at most {most} tokens of {rows_of}, got {given.tolist()}")
+
+
 def _uncached(
     keys: Tensor,
     values: Tensor,
@@ -226,8 +267,7 @@ def _uncached(
     """Return new keys and values as a cache of their own: rows, or for packed tokens pages of one token."""
     cu_q, cu_kv = sums
     if layout == "thd":
-        if cu_q is None:
-            raise ValueError("thd needs cu_seqlens_q or inference_params")
+        assert cu_q is not None
         cu_kv = cu_q if cu_kv is None else cu_kv
         begins = cu_q if padded[0] is None else padded[0]
         key_begins = padded[1] if padded[1] is not None else (cu_kv if padded[0] is None else padded[0])

@@ -41,7 +41,7 @@ class Mask(NamedTuple):
         kind = "padding_causal" if kind == "causal_padding" else kind
         require_choice("attn_mask_type", kind, MASK_TYPES)
         is_causal = "causal" in kind
-        left, right = (-1, -1) if window is None else window
+        left, right = (-1, -1) if window is None else _pair_of(window)
         if left < -1 or right < -1 or (left == -1 and right > 0) or (left >= 0 and right < 0 and not is_causal):
             raise ValueError(
                 f"window_size must be (-1, -1), (-1, 0) or two numbers of 0 or more with {kind}, got {window!r}"
@@ -49,6 +49,13 @@ class Mask(NamedTuple):
         if is_causal:
             return cls(True, kind.endswith("bottom_right"), left, 0)
         return cls(False, bottom_right is not False, left, right if left >= 0 else -1)
+
+
+def _pair_of(window: tuple[int, int]) -> tuple[int, int]:
+    is_pair = isinstance(window, tuple | list) and len(window) == 2 and all(isinstance(each, int) for each in window)
+    if not is_pair:
+        raise ValueError(f"window_size must be two integers, got {window!r}")
+    return window[0], window[1]
 
 
 class Sequences(NamedTuple):
@@ -255,6 +262,7 @@ def biases_of(
         return Biases(None, matrix, kind == "pre_scale_bias", hidden)
     if slopes is None:
         return Biases(alibi_slopes(heads, q.device), hidden=hidden)
+    require_tensors(q.device, alibi_slopes=slopes)
     if slopes.dim() not in (1, 2) or slopes.shape[-1] != heads:
         raise ValueError(f"alibi_slopes must be [{heads}] or [batch, {heads}], got {tuple(slopes.shape)}")
     return Biases(slopes, hidden=hidden)
