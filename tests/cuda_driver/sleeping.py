@@ -16,10 +16,10 @@ from cuda_driver.allocator import done
 from cuda_driver.stand_in import loaded
 from torch import Tensor
 
-from graphdecode.engine import loading
+from graphdecode.engine import assembly
 
 DEVICE = torch.device("cuda:0")
-as_tensor, reserved_memory = torch.as_tensor, loading.reserved_memory
+as_tensor, reserved_memory = torch.as_tensor, assembly.reserved_memory
 
 
 def tensor_over(given: Any, **options: Any) -> Tensor:
@@ -47,7 +47,7 @@ def installed() -> Iterator[None]:
         for name, replacement in replacements.items():
             patch.setattr(torch.cuda, name, replacement)
         patch.setattr(torch, "as_tensor", tensor_over)
-        patch.setattr(loading, "reserved_memory", lambda settings, _device: reserved_memory(settings, DEVICE))
+        patch.setattr(assembly, "reserved_memory", lambda settings, _device: reserved_memory(settings, DEVICE))
         yield
 
 
