@@ -110,6 +110,18 @@ class BatchDecodeWithPagedKVCacheWrapper:
         """
         return [self._workspace, self._kv_lens, self._plan, self._counters]
 
+    @property
+    def _window_left(self) -> int | None:  # vLLM compares these three with its layer's before each run
+        return None if self._problem is None else self._problem.window_left
+
+    @property
+    def _logits_soft_cap(self) -> float | None:
+        return None if self._problem is None else self._problem.logits_soft_cap
+
+    @property
+    def _sm_scale(self) -> float | None:
+        return None if self._problem is None else self._problem.sm_scale
+
     def reset_workspace_buffer(
         self, float_workspace_buffer: Tensor, int_workspace_buffer: Tensor | None = None
     ) -> None:
