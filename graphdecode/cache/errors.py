@@ -41,6 +41,16 @@ def require_numbers(**values: object) -> None:
     _require(lambda x: isinstance(x, Real) and -_LARGEST < x < _LARGEST, "a finite number", given)  # type: ignore[operator]
 
 
+def require_positive_numbers(**values: object) -> None:
+    """Raise a ValueError naming the first of these arguments that is not a finite number above 0."""
+    _require(lambda x: isinstance(x, Real) and 0 < x < _LARGEST, "a finite number above 0", values)  # type: ignore[operator]
+
+
+def require_share(**values: object) -> None:
+    """Raise a ValueError naming the first of these arguments that is not a number in 0..1."""
+    _require(lambda x: isinstance(x, Real) and 0 <= x <= 1, "a number in 0..1", values)  # type: ignore[operator]
+
+
 def require_tensors(where: device | None = None, **values: object) -> None:
     """Raise a ValueError naming the first of these arguments that is not a tensor on that device, or on any (None)."""
     for name, value in values.items():

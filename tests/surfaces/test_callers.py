@@ -81,7 +81,8 @@ def test_as_vllm_plans_and_runs(device):
         sm_scale=SCALE, window_left=7, logits_soft_cap=0.0, q_data_type=torch.bfloat16, kv_data_type=torch.bfloat16,
         o_data_type=torch.bfloat16, fixed_split_size=-1, disable_split_kv=False,
     )  # fmt: skip
-    assert (wrapper._window_left, wrapper._logits_soft_cap, wrapper._sm_scale) == (7, 0.0, SCALE)
+    # before each run it compares these attributes with its layer's
+    assert [getattr(wrapper, name) for name in ("_window_left", "_logits_soft_cap", "_sm_scale")] == [7, 0.0, SCALE]
     wrapper.run(q, cache, k_scale=1.0, v_scale=1.0, out=out)
     assert_near(out, rows.expected(q, 1, Options(SCALE, window_left=7))[0])
 

@@ -327,6 +327,9 @@ def test_without_a_plan_rows_may_have_any_numbers_of_queries(device):
     latents = Latents.random([9, 0, 40], device, counts=[1, 0, 3])
     given = {"cum_seq_lens_q": latents.indptr(device), "max_q_len": 3}
     assert_near(attended(latents, device, **given), latents.expected()[0])
+    if device == "cpu":  # a GPU is not waited for
+        with pytest.raises(ValueError, match=r"cum_seq_lens_q must end at the 4 queries, got 6"):
+            attended(latents, device, cum_seq_lens_q=torch.tensor([0, 1, 1, 6], dtype=torch.int32))
 
 
 def test_eight_bit_latents_without_a_plan_give_sixteen_bits(device):

@@ -559,6 +559,22 @@ def test_sums_and_tensors_without_a_cache_that_do_not_fit_are_refused_by_name(na
         module(**given | {name: value})
 
 
+def test_angles_and_slopes_of_other_tokens_and_rows_are_refused_without_a_cache():
+    layer = TransformerLayer(HIDDEN, 20, HEADS, device="cpu", attn_input_format="bshd")
+    angles, x = RotaryPositionEmbedding(HIDDEN // HEADS)(2), torch.ones(3, 4, HIDDEN)
+    layer(x[:, :2], rotary_pos_emb=angles)
+    with pytest.raises(ValueError, match=r"rotary_pos_emb.* 4 positions, got 2"):
+        layer(x, rotary_pos_emb=angles)
+    for form, rows, sums in (("bshd", 3, None), ("thd", 2, torch.tensor([0, 3, 5], dtype=torch.int32))):
+        module = DotProductAttention(HEADS, DIM, GROUPS, qkv_format=form, attn_mask_type="padding_causal")
+        shape = (5,) if form == "thd" else (3, 2)
+        q, k, v = (torch.ones(*shape, heads, DIM) for heads in (HEADS, GROUPS, GROUPS))
+        given = {"cu_seqlens_q": sums, "cu_seqlens_kv": sums, "core_attention_bias_type": "alibi"}
+        module(q, k, v, **given, alibi_slopes=torch.ones(rows, HEADS))
+        with pytest.raises(ValueError, match=rf"alibi_slopes must be .*\[{rows}, {HEADS}\]"):
+            module(q, k, v, **given, alibi_slopes=torch.ones(rows + 1, HEADS))
+
+
 def test_dropout_is_refused_in_training_mode_alone():
     x = torch.ones(2, 1, HIDDEN)
     layer = TransformerLayer(HIDDEN, 20, HEADS, device="cpu")
@@ -568,6 +584,15 @@ def test_dropout_is_refused_in_training_mode_alone():
     with pytest.raises(ValueError, match="attention_dropout"):
         MultiheadAttention(HIDDEN, HEADS, device="cpu").train()(x)
     TransformerLayer(HIDDEN, 20, HEADS, hidden_dropout=0.0, attention_dropout=0.0, device="cpu").train()(x)
+    for name, wrong in (
+        ("hidden_dropout", -0.1),
+        ("attention_dropout", 2.0),
+        ("layernorm_epsilon", 0.0),
+        ("layernorm_epsilon", "a"),
+        ("qk_norm_eps", -1.0),
+    ):
+        with pytest.raises(ValueError, match=name):
+            TransformerLayer(HIDDEN, 20, HEADS, device="cpu", **{name: wrong})
     for options in (
         {"activation_params": {"limit": 1.0}},
         {"activation": "clamped_swiglu", "activation_params": {"beta": 1}},

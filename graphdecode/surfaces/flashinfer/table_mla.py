@@ -198,7 +198,10 @@ def _rows_of(query: Tensor, block_tables: Tensor, seq_lens: Tensor, cum_seq_lens
     lens = seq_lens.view(torch.int32)
     if cum_seq_lens_q is not None:
         require_tensors(query.device, cum_seq_lens_q=cum_seq_lens_q)
-        return MLARows.of(MLAPlanMetadata.dense(cum_seq_lens_q, block_tables, lens), {}, query.device)
+        rows = MLARows.of(MLAPlanMetadata.dense(cum_seq_lens_q, block_tables, lens), {}, query.device)
+        if rows.queries not in (None, len(query)):
+            raise ValueError(f"cum_seq_lens_q must end at the {len(query)} queries, got {rows.queries}")
+        return rows
     require_fit("seq_lens", seq_lens, (query.shape[0],))
     return MLARows(torch.empty(0, dtype=torch.int32, device=query.device), None, block_tables, lens)
 

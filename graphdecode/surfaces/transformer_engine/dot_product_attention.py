@@ -11,7 +11,14 @@ from torch import Tensor, nn
 
 from graphdecode.attention import AttentionOptions
 from graphdecode.buffers import default_device
-from graphdecode.cache.errors import require_choice, require_fit, require_numbers, require_positive, require_tensors
+from graphdecode.cache.errors import (
+    require_choice,
+    require_fit,
+    require_numbers,
+    require_positive,
+    require_share,
+    require_tensors,
+)
 
 from .arguments import require_neutral
 from .cache_managers import QKV_FORMATS
@@ -79,6 +86,7 @@ class DotProductAttention(nn.Module):
         self.qkv_format, self.attn_mask_type, self.softcap = qkv_format, attn_mask_type, softcap
         self.window_size, self.bottom_right_diagonal = window_size, bottom_right_diagonal
         self.layer_number = 1 if layer_number is None else layer_number
+        require_share(attention_dropout=attention_dropout)
         self.attention_dropout = attention_dropout
         sinks = None if softmax_type == "vanilla" else torch.zeros(num_attention_heads, device=default_device(None))
         if softmax_type == "learnable":
@@ -149,7 +157,8 @@ class DotProductAttention(nn.Module):
         if layout != "thd":
             known = keys.shape[layout.index("s")] if inference_params is None else inference_params.max_sequence_length
             shape = (query.shape[layout.index("b")], query.shape[-2], query.shape[layout.index("s")], known)
-        biases = biases_of(core_attention_bias_type, alibi_slopes, core_attention_bias, hidden, shape, query)
+        rows = None if cu_seqlens_q is None else len(cu_seqlens_q) - 1
+        biases = biases_of(core_attention_bias_type, alibi_slopes, core_attention_bias, hidden, shape, query, rows)
         form = OUTPUT_FORMATS[layout]
         if inference_params is not None:
             if attention_mask is not None and hidden is None:

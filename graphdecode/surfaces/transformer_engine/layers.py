@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from graphdecode.buffers import default_device
+from graphdecode.cache.errors import require_positive_numbers, require_share
 
 from .arguments import require_neutral
 from .dot_product_attention import DotProductAttention, require_eval
@@ -92,6 +93,7 @@ class MultiheadAttention(nn.Module):
             num_attention_heads, self.kv_channels, groups, attention_dropout, qkv_format, attn_mask_type, window_size,
             bottom_right_diagonal, softcap, layer_number=self.layer_number, softmax_type=softmax_type,
         ).to(place)  # fmt: skip
+        require_positive_numbers(layernorm_epsilon=layernorm_epsilon, qk_norm_eps=qk_norm_eps)
         norm = normalization if input_layernorm else None
         settings = NormSettings(hidden_size, layernorm_epsilon, norm, zero_centered_gamma, bias, like, init)
         heads = QKVLayout(num_attention_heads, groups, self.kv_channels, fuse_qkv_params, qkv_weight_interleaved)
@@ -185,9 +187,11 @@ class MultiheadAttention(nn.Module):
         starts = None
         if inference_params is not None:
             starts, begins = inference_params.get_seqlens_pre_step(), inference_params.cu_seqlens_q
-            longest, given = inference_params.max_sequence_length, min(len(angles) for angles in pair)
-            if given < longest:
-                raise ValueError(f"rotary_pos_emb must have the angles of {longest} positions, got {given}")
+            longest = inference_params.max_sequence_length
+        else:  # the lengths of thd's rows are on the device
+            longest = query.shape[self.qkv_format.index("s")] if "s" in self.qkv_format else 0
+        if (given := min(len(angles) for angles in pair)) < longest:
+            raise ValueError(f"rotary_pos_emb must have the angles of {longest} positions, got {given}")
         layout = (self.qkv_format, starts, self.rotary_pos_interleaved, False, begins)
         return apply_rotary_pos_emb(query, pair[0], *layout), apply_rotary_pos_emb(key, pair[1], *layout)
 
@@ -243,6 +247,7 @@ class TransformerLayer(nn.Module):
                 "parallel_attention_mlp excludes apply_residual_connection_post_layernorm and output_layernorm, got "
                 f"{apply_residual_connection_post_layernorm} and {output_layernorm}"
             )
+        require_share(hidden_dropout=hidden_dropout)
         self.hidden_dropout = hidden_dropout
         self.apply_residual_connection_post_layernorm = apply_residual_connection_post_layernorm
         self.output_layernorm, self.parallel_attention_mlp = output_layernorm, parallel_attention_mlp

@@ -226,6 +226,7 @@ def biases_of(
     hidden: Tensor | None,
     shape: tuple[int, ...] | None,
     q: Tensor,
+    rows: int | None = None,
 ) -> Biases:
     """Return the biases of published arguments.
 
@@ -235,6 +236,7 @@ def biases_of(
         hidden: the `attention_mask` of an arbitrary mask.
         shape: rows, heads, queries and keys; None: they are packed, and have no such matrices.
         q: the queries.
+        rows: of packed queries, if their number is known.
 
     Raises:
         ValueError: an argument does not fit.
@@ -263,6 +265,8 @@ def biases_of(
     if slopes is None:
         return Biases(alibi_slopes(heads, q.device), hidden=hidden)
     require_tensors(q.device, alibi_slopes=slopes)
-    if slopes.dim() not in (1, 2) or slopes.shape[-1] != heads:
-        raise ValueError(f"alibi_slopes must be [{heads}] or [batch, {heads}], got {tuple(slopes.shape)}")
+    rows = rows if shape is None else shape[0]
+    if slopes.shape not in ((heads,), (rows, heads)) and not (rows is None and slopes.shape[1:] == (heads,)):
+        batch = "batch" if rows is None else rows
+        raise ValueError(f"alibi_slopes must be [{heads}] or [{batch}, {heads}], got {tuple(slopes.shape)}")
     return Biases(slopes, hidden=hidden)
