@@ -74,6 +74,7 @@ def test_the_systems_message_comes_first(tmp_path: Path, options: list[str]) -> 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["--then", "x"], "--then follows a message"),
         (["--model", "demo", "hello"], "this model has no chat template: give one as chat_template"),
         (["--model", "demo", "--chat-template", "none.jinja", "hello"], "none.jinja"),
         (["--model", "demo", ""], "there is no message"),

@@ -57,8 +57,11 @@ def test_what_is_written_is_read_back(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("[capacity]\nmax_batchsize = 3", r":2: \[capacity\] max_batchsize: unknown key; known: max_batch_size"),
-        ("[capacities]\npage_size = 3", r":1: unknown section or key 'capacities'"),
+        (
+            "[capacity]\nmax_batchsize = 3",
+            r":2: \[capacity\] max_batchsize: unknown key; did you mean 'max_batch_size'",
+        ),
+        ("[capacities]\npage_size = 3", r":1: unknown section or key 'capacities'; did you mean 'capacity'\?"),
         ("page_size = 3", r":1: unknown section or key 'page_size'"),
         ("[capacity]\n\npage_size = 0", r":3: \[capacity\] page_size must be an integer in 1\.\.65536, got 0"),
         ("[capacity]\npage_size = 16.0", r"page_size must be an integer.*got 16\.0"),
@@ -80,7 +83,7 @@ def test_what_is_written_is_read_back(tmp_path: Path) -> None:
         ("[model]\ndtype = 'int4'", r"dtype must be auto, float32, bfloat16 or float16, got 'int4'"),
         ("[model]\ndevice = 'tpu'", r"device must be auto, cpu or cuda .*, got 'tpu'"),
         ("[model]\nquantize = '8 bits'", r"quantize must be None or a weight form's name, got '8 bits'"),
-        ("[model]\nkv_cache_type = 'fp8'", r":2: \[model\] kv_cache_type: unknown key; known: device, dtype, seed"),
+        ("[model]\nkv_cache_type = 'fp8'", r":2: \[model\] kv_cache_type: unknown key; did you mean 'kv_cache_dtype'"),
         ("[scheduling]\nmax_prefill_tokens = 0", r"max_prefill_tokens must be 'auto' or an integer in 1\.\..*, got 0"),
         ("[drafts]\nmethod = 'ngram'", r":1: unknown section or key 'drafts'; known: \[capacity\], .*\[model\]"),
         ("[speculation]\nmethod = 'luck'", r":2: \[speculation\] method must be one of .*'ngram'.*, got 'luck'"),

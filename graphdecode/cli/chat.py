@@ -257,7 +257,9 @@ def chat(
     Without a message: a session in the terminal (/help lists its commands), or one message from a pipe.
     """
     began = time.perf_counter()
-    messages = [" ".join(words), *(then or [])] if words else list(then or [])
+    if then and not words:
+        raise ArgumentError("--then follows a message: give that first, or the text as the message")
+    messages = [" ".join(words), *(then or [])] if words else []
     is_session = not messages and sys.stdin.isatty()
     if not messages and not is_session:
         messages = [stdin_text().strip()]

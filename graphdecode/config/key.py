@@ -17,7 +17,7 @@ from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from graphdecode.errors import ConfigError, cause, shown
+from graphdecode.errors import ConfigError, cause, resembling, shown
 
 _MOST_INTEGER = 2**31 - 1
 _MOST_NUMBER = 1e30  # well within float32, the dtype of slots
@@ -196,11 +196,13 @@ class ConfigDocument:
         for section, entries in document.items():
             if section not in sections or not isinstance(entries, Mapping):
                 known = ", ".join(f"[{name}]" for name in sections)
-                raise ConfigError(f"{self._location(section)}: unknown section or key {shown(section)}; known: {known}")
+                unknown = f"unknown section or key {shown(section)}{resembling(section, sections)}"
+                raise ConfigError(f"{self._location(section)}: {unknown}; known: {known}")
             for name, value in entries.items():
                 where = f"{self._location(section, name)}: [{section}] {name}"
                 if name not in sections[section]:
-                    raise ConfigError(f"{where}: unknown key; known: {', '.join(sections[section])}")
+                    unknown = f"unknown key{resembling(name, sections[section])}"
+                    raise ConfigError(f"{where}: {unknown}; known: {', '.join(sections[section])}")
                 key = sections[section][name]
                 key.check(value, where)
                 self.values[section][key.field] = value

@@ -181,8 +181,8 @@ def _known_failure() -> str | None:
 def describe() -> str:
     """Return the status of the compiled kernels, as text, without compiling."""
     try:
-        if os.environ.get(SWITCH) == "0":
-            raise NotCompiled(f"{SWITCH} is 0")
+        if (reason := _off()) is not None:
+            raise NotCompiled(reason)
         if all(_carried_file(unit).exists() for unit in UNITS):
             return f"compiled kernels: {CARRIED}\ncompiler: none, the package carries them"
         if (failure := _known_failure()) is not None:
@@ -211,7 +211,7 @@ def is_expected(element: torch.dtype | None) -> bool:
         return all(LOADED[unit].library is not None for unit in units)
     try:
         is_carried = all(_carried_file(unit).exists() for unit in units)
-        return os.environ.get(SWITCH) != "0" and (is_carried or bool(Compiler.found()))
+        return _off() is None and (is_carried or bool(Compiler.found()))
     except NotCompiled:
         return False
 
@@ -256,10 +256,15 @@ def _load(first: Unit = _FIRST, *others: Unit) -> LoadedLibrary:
     return next((LOADED[unit] for unit in units if LOADED[unit].library is None), LOADED[units[-1]])
 
 
+def _off() -> str | None:
+    """Return that the environment switches the kernels off; None: it does not."""
+    value = os.environ.get(SWITCH, "")
+    return f"{SWITCH} is {value}" if value.lower() in ("0", "no", "off", "false") else None
+
+
 def _made_or_not(units: list[Unit]) -> dict[Unit, LoadedLibrary]:
     """Return the libraries of units that are not loaded yet, or why there are none."""
-    reason = f"{SWITCH} is 0"
-    if os.environ.get(SWITCH) != "0":
+    if (reason := _off()) is None:
         try:
             check_sources()
             return _carried(units) or _compiled(units)

@@ -89,6 +89,7 @@ def script(path: Path, text: str) -> str:
     ("environment", "reason", "expected"),
     [
         ({"GRAPHDECODE_NATIVE": "0"}, "GRAPHDECODE_NATIVE is 0", ANSWERS),
+        ({"GRAPHDECODE_NATIVE": "No"}, "GRAPHDECODE_NATIVE is No", []),
         (
             {"CC": "no-such-compiler"},
             "'no-such-compiler' cannot be run (No such file or directory): install it",

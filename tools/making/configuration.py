@@ -42,8 +42,8 @@ _VARIABLES = [  # name, what it takes, what holds if it is left out, meaning
         "GRAPHDECODE_NATIVE",
         "0",
         "compiled kernels if there is a C compiler",
-        "0: torch's operators compute instead of [compiled kernels](kernels.md#kernels-in-c), many times more slowly; "
-        "nothing is compiled.",
+        "0 (no, off, false): torch's operators compute instead of [compiled kernels](kernels.md#kernels-in-c), "
+        "many times more slowly; nothing is compiled.",
     ),
     (
         "GRAPHDECODE_ISA",
