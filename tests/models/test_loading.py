@@ -24,7 +24,14 @@ from graphdecode.kernels.native.instructions import Instructions, instructions
 from graphdecode.linear.linear_choice import LinearTuner
 from graphdecode.linear.plain import Panels
 from graphdecode.linear.quantized_linear import PanelLinear
-from graphdecode.models import CheckpointError, UnsupportedModelError, describe_model, load, load_model, resolve_dtype
+from graphdecode.models import (
+    CheckpointError,
+    UnsupportedModelError,
+    compute,
+    describe_model,
+    load_model,
+    resolve_dtype,
+)
 
 PROMPT = [[65, 66, 67, 68]]
 CONFIG = BucketConfig(max_batch_size=1, max_sequence_length=64)
@@ -291,7 +298,7 @@ def test_without_compiled_kernels_auto_keeps_bf16_where_torch_has_instructions_f
 def test_auto_takes_the_dtype_of_the_checkpoint_where_the_chosen_instructions_are_fast_at_it(
     monkeypatch: pytest.MonkeyPatch, name: str, is_kept: bool
 ) -> None:
-    monkeypatch.setattr(load, "instructions", lambda: Instructions(name, ()))
+    monkeypatch.setattr(compute, "instructions", lambda: Instructions(name, ()))
     cpu, gpu = torch.device("cpu"), torch.device("cuda")
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         assert resolve_dtype("auto", dtype, cpu) == (dtype if is_kept else torch.float32)
