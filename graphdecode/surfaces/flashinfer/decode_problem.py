@@ -65,6 +65,22 @@ def _scale_of(**scales: float | None) -> float:
     return math.prod(map(float, given.values()))
 
 
+def device_scales(device: torch.device, **scales: float | Tensor | None) -> list[float | Tensor]:
+    """Return each scale as a number, or as a float32 [] on the device, which is not read on the host."""
+    found: list[float | Tensor] = []
+    for name, scale in scales.items():
+        if isinstance(scale, Tensor):
+            require_tensors(device, **{name: scale})
+            require_fit(name, scale.reshape(-1), (1,), torch.float32)
+            found.append(scale.reshape(()))
+        elif scale is None:
+            raise ValueError(f"{name} must be a number or one float32, got None")
+        else:
+            require_numbers(**{name: scale})
+            found.append(float(scale))
+    return found
+
+
 @dataclass(frozen=True)
 class DecodeProblem:
     """The arguments of a plan that do not depend on the batch; None becomes FlashInfer's default.

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from graphdecode.attention.append import KV_LAYOUTS, PagedCache, paged_caches
 from graphdecode.attention.paged_decode import new_split_plan
-from graphdecode.cache.errors import require_choice, require_fit, require_numbers, require_range, require_tensors
+from graphdecode.cache.errors import require_choice, require_fit, require_range, require_tensors
 from graphdecode.kernels.attention.attention_plan import PlanSizes, attention_plan, work_items
 from graphdecode.kernels.attention.decode_attention import decode_attention
 from graphdecode.kernels.attention.page_numbers import check_page_numbers
@@ -21,6 +21,7 @@ from .decode_problem import (
     OUT_DTYPES,
     DecodeProblem,
     check_result,
+    device_scales,
     exact_queries,
     planned_dtypes,
     require_neutral,
@@ -138,9 +139,7 @@ def _attend(
     require_fit("query", query, ("tokens", "heads", "head_dim"))
     (tokens, heads, head_dim), (page_size, kv_heads) = query.shape, k_cache.shape[1:3]
     require_range(1, MAX_TOKENS, max_seq_len=max_seq_len)
-    first_scale, last_scale = (
-        _number_or_tensor(name, scale, device) for name, scale in zip(_SCALES, scales, strict=True)
-    )
+    first_scale, last_scale = device_scales(device, bmm1_scale=scales[0], bmm2_scale=scales[1])
     problem = DecodeProblem(
         heads, kv_heads, head_dim, *planned_dtypes(query.dtype, k_cache.dtype, None), window_left=window_left,
         sm_scale=1.0 if isinstance(first_scale, Tensor) else first_scale, page_size=page_size, q_len=q_len,
@@ -179,21 +178,6 @@ def _attend(
     if not is_result:
         out.copy_(result * last_scale if isinstance(last_scale, Tensor) else result)
     return (out, lse) if return_lse and lse is not None else out
-
-
-_SCALES = ("bmm1_scale", "bmm2_scale")
-
-
-def _number_or_tensor(name: str, scale: float | Tensor | None, device: torch.device) -> float | Tensor:
-    if scale is None:
-        raise ValueError(f"{name} must be a number or one float32, got None")
-    if not isinstance(scale, Tensor):
-        require_numbers(**{name: scale})
-        return float(scale)
-    require_tensors(device, **{name: scale})
-    if scale.numel() != 1 or scale.dtype != torch.float32:
-        raise ValueError(f"{name} must be a number or one float32, got {scale.dtype} {tuple(scale.shape)}")
-    return scale.reshape(())
 
 
 def _results(

@@ -9,14 +9,21 @@ from graphdecode.attention.paged_decode import new_split_plan
 from graphdecode.cache.errors import (
     require_choice,
     require_fit,
-    require_numbers,
     require_positive,
     require_range,
     require_tensors,
 )
 from graphdecode.kernels.attention.attention_plan import PlanSizes, attention_plan, work_items
 
-from .decode_problem import MAX_TOKENS, OUT_DTYPES, check_result, planned_dtypes, require_neutral, sinks_of
+from .decode_problem import (
+    MAX_TOKENS,
+    OUT_DTYPES,
+    check_result,
+    device_scales,
+    planned_dtypes,
+    require_neutral,
+    sinks_of,
+)
 from .latent_attention import LN_2, LatentProblem, attend_to_latents
 from .mla_rows import MLAPlanMetadata, MLARows
 
@@ -121,9 +128,7 @@ def trtllm_batch_decode_with_kv_cache_mla(
     device, heads, rank = query.device, problem.num_heads, kv_lora_rank
     rows = _rows_of(query, block_tables, seq_lens, cum_seq_lens_q)
     rows.check_numbers(problem.page_size, len(caches[0]))
-    scales = [
-        _scale_of(name, scale, device) for name, scale in (("bmm1_scale", bmm1_scale), ("bmm2_scale", bmm2_scale))
-    ]
+    scales = device_scales(device, bmm1_scale=bmm1_scale, bmm2_scale=bmm2_scale)
     sinks = sinks_of(sinks, heads, device)
     if out is None:
         dtype = query.dtype if query.dtype in OUT_DTYPES else torch.bfloat16
@@ -242,14 +247,3 @@ def _attend(
     )  # fmt: skip
     if isinstance(out_scale, Tensor):
         out.copy_(result * out_scale)
-
-
-def _scale_of(name: str, scale: float | Tensor | None, device: torch.device) -> float | Tensor:
-    if scale is None:
-        raise ValueError(f"{name} must be a number or one float32, got None")
-    if not isinstance(scale, Tensor):
-        require_numbers(**{name: scale})
-        return float(scale)
-    require_tensors(device, **{name: scale})
-    require_fit(name, scale.reshape(-1), (1,), torch.float32)
-    return scale.reshape(())
