@@ -1,0 +1,1 @@
+"""CUDA C++ kernels, compiled by NVRTC for the GPU at hand."""
