@@ -141,6 +141,7 @@ class Embedded(NamedTuple):
 
 
 Addend = Output | Embedded | None  # what the next norm adds to the residual; None: nothing, the product has added it
+BlockOutput = tuple[Addend, Tensor]  # a block's output, and the residual [t, hidden]
 
 
 @dataclass(frozen=True)
@@ -159,25 +160,20 @@ class ResidualBlock(Block):
         """Return the block's output, [t, hidden], for the next norm."""
         return Output(tensor, self.output_norm, self.output_scale)
 
-    def output_linear(
-        self, linear: WeightForm, x: Tensor, residual: Tensor, context: ForwardContext
-    ) -> tuple[Addend, Tensor]:
+    def output_linear(self, linear: WeightForm, x: Tensor, residual: Tensor, context: ForwardContext) -> BlockOutput:
         """Return the product for `x` as the block's output, and the residual: the sum is in its launch if it can be."""
         fused = None if self.output_norm is not None else context.fused(linear)
         if fused is not None:
             fused.added(residual, x, self.output_scale)
             return None, residual
-        out = context.linear(linear, x, "output")
-        return Output(out, self.output_norm, self.output_scale), residual
+        return self.output(context.linear(linear, x, "output")), residual
 
 
 class Mixer(ResidualBlock):
     """Mixes tokens: attention, or an operator over a recurrent state."""
 
     @abstractmethod
-    def __call__(
-        self, x: Hidden, residual: Tensor, context: ForwardContext, cache: LayerState
-    ) -> tuple[Addend, Tensor]:
+    def __call__(self, x: Hidden, residual: Tensor, context: ForwardContext, cache: LayerState) -> BlockOutput:
         """Return the output for `x`, given the layer's cache, and the residual."""
 
     def append(self, x: Hidden, residual: Tensor, context: ForwardContext, cache: LayerState) -> None:
@@ -203,9 +199,7 @@ class Attention(Mixer):
         """The QKV product."""
         return self.qkv
 
-    def __call__(
-        self, x: Hidden, residual: Tensor, context: ForwardContext, cache: LayerState
-    ) -> tuple[Addend, Tensor]:
+    def __call__(self, x: Hidden, residual: Tensor, context: ForwardContext, cache: LayerState) -> BlockOutput:
         """Append the tokens' keys and values to the cache, and attend."""
         attended = self.attend(self.project(x, context), context, cache)
         return self.output_linear(self.o, attended, residual, context)
@@ -256,7 +250,7 @@ class FeedForward(ResidualBlock):
     """The feed-forward part of a layer."""
 
     @abstractmethod
-    def __call__(self, x: Hidden, residual: Tensor, context: ForwardContext) -> tuple[Addend, Tensor]:
+    def __call__(self, x: Hidden, residual: Tensor, context: ForwardContext) -> BlockOutput:
         """Return the output for `x`, and the residual."""
 
 
@@ -273,7 +267,7 @@ class GatedMlp(FeedForward):
         """The product of both halves."""
         return self.gate_up
 
-    def __call__(self, x: Hidden, residual: Tensor, context: ForwardContext) -> tuple[Addend, Tensor]:
+    def __call__(self, x: Hidden, residual: Tensor, context: ForwardContext) -> BlockOutput:
         """Return the output for `x`, and the residual."""
         activated = context.gated_linear(self.gate_up, x, self.activation)
         return self.output_linear(self.down, activated, residual, context)
@@ -288,9 +282,7 @@ class Layer(Block):
     """A decoder layer: a sequence of blocks."""
 
     @abstractmethod
-    def __call__(
-        self, x: Addend, residual: Tensor, context: ForwardContext, cache: LayerState
-    ) -> tuple[Addend, Tensor]:
+    def __call__(self, x: Addend, residual: Tensor, context: ForwardContext, cache: LayerState) -> BlockOutput:
         """Run the blocks; return the output of the last one, which is not added yet, and the residual."""
 
     def append(self, x: Addend, residual: Tensor, context: ForwardContext, cache: LayerState) -> None:
@@ -307,9 +299,7 @@ class DecoderLayer(Layer):
     mlp_norm: Identity
     mlp: FeedForward
 
-    def __call__(
-        self, x: Addend, residual: Tensor, context: ForwardContext, cache: LayerState
-    ) -> tuple[Addend, Tensor]:
+    def __call__(self, x: Addend, residual: Tensor, context: ForwardContext, cache: LayerState) -> BlockOutput:
         """Run the layer."""
         hidden, residual = self.input_norm(x, residual, context, into=self.mixer.input_linear)
         x, residual = self.mixer(hidden, residual, context, cache)
@@ -331,7 +321,7 @@ class Stem(Block):
     adapted: LoRAEmbedding | None = None  # adapter slots
     table: RowTable | None = None  # the quantized embedding, shared with a tied output layer
 
-    def __call__(self, context: ForwardContext) -> tuple[Addend, Tensor]:
+    def __call__(self, context: ForwardContext) -> BlockOutput:
         """Return `x, residual` before the first layer; a plain embedding is left to its norm."""
         parts = [part for _, part in context.parts()]
         is_plain = self.table is None and type(self).run is Stem.run and type(self).embed is Stem.embed
@@ -431,7 +421,7 @@ class SparseMlp(FeedForward):
     collectives: Collectives | None = field(default=None, kw_only=True)  # if ranks share the experts
     param_name: str = field(default="", kw_only=True)  # of the sum over ranks
 
-    def __call__(self, x: Hidden, residual: Tensor, context: ForwardContext) -> tuple[Addend, Tensor]:
+    def __call__(self, x: Hidden, residual: Tensor, context: ForwardContext) -> BlockOutput:
         """Return the output for `x`, and the residual."""
         hidden, count = context.normed(x), self.experts.count
         logits = context.linear(self.router, hidden, "router")

@@ -20,7 +20,7 @@ from graphdecode.linear.quantization.registry import CONFIGURATIONS, format_of
 from graphdecode.linear.weight_form import Shard, Stored
 from graphdecode.models.config import ModelConfig
 from graphdecode.models.family import config_of, family_of
-from graphdecode.models.fields import UnsupportedModelError, eos_token_ids, flag, read_json
+from graphdecode.models.fields import UnsupportedModelError, eos_token_ids, errors_name, flag, read_json
 from graphdecode.models.model_path import installed_as, link_outside, refuse_pointer, require_file, resolve_model_path
 from graphdecode.models.multimodal import text_names, text_settings
 from graphdecode.models.peft.fields import ADAPTER_FILE
@@ -67,11 +67,9 @@ class Checkpoint:
         if not file.exists():
             raise UnsupportedModelError(self._no_config())
         settings = text_settings(read_json(file))
-        try:
+        with errors_name(file):
             quantization = format_of(settings)
             config = config_of({name: value for name, value in settings.items() if name not in CONFIGURATIONS})
-        except UnsupportedModelError as error:
-            raise UnsupportedModelError(f"{file}: {error}") from error
         config = replace(config, integer_quantized=quantization is not None and quantization.is_integer)
         generated = generation_eos_token_ids(self.folder)
         return config if generated is None else replace(config, eos_token_ids=generated)
@@ -217,10 +215,8 @@ def generation_eos_token_ids(folder: Path) -> tuple[int, ...] | None:
     settings = read_json(file) if file.exists() else {}
     if "eos_token_id" not in settings:
         return None
-    try:
+    with errors_name(file):
         return eos_token_ids(settings)
-    except UnsupportedModelError as error:
-        raise UnsupportedModelError(f"{file}: {error}") from error
 
 
 def generation_defaults(folder: Path) -> dict[str, float]:
@@ -236,10 +232,8 @@ def generation_defaults(folder: Path) -> dict[str, float]:
     if not file.exists():
         return {}
     settings = read_json(file)
-    try:
+    with errors_name(file):
         samples = flag(settings, "do_sample", False)
-    except UnsupportedModelError as error:
-        raise UnsupportedModelError(f"{file}: {error}") from error
     names = _ALWAYS + (_SAMPLED if samples else ())
     stated = {name: settings[name] for name in names if settings.get(name) is not None}
     for name, value in stated.items():

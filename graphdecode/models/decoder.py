@@ -22,14 +22,7 @@ from graphdecode.linear.weight_form import WeightForm
 from graphdecode.models.adapters import AdapterSlots
 from graphdecode.models.blocks import Addend, Block, Head, Layer, Output, Stem, each_once
 from graphdecode.models.config import ModelConfig
-from graphdecode.models.forward_context import (
-    AppendAndAttend,
-    Attend,
-    ForwardContext,
-    Tokens,
-    append_tokens,
-    page_table_of,
-)
+from graphdecode.models.forward_context import AppendAndAttend, Attend, ForwardContext, Tokens, append_tokens
 from graphdecode.models.model import Chunks, DecodeInputs, Model
 
 
@@ -42,23 +35,35 @@ def tokens_of(batch: DecodeInputs | Chunks) -> Tokens:
     return Tokens(batch.tokens, *where, batch.state_rows, batch.rolling_table, batch.adapters, *states)
 
 
-def attend_step(batch: DecodeInputs, attention: PagedDecodeAttention) -> Attend:
+def attend_step(tokens: Tokens, attention: PagedDecodeAttention) -> Attend:
     """Return the attention of decode steps."""
 
     def attend(out: Tensor, q: Tensor, cache: LayerCache, options: AttentionOptions) -> None:
-        attention.run(out, q, cache.keys, cache.values, page_table_of(batch, cache), options, cache.scales)
+        attention.run(out, q, cache.keys, cache.values, tokens.page_table_of(cache), options, cache.scales)
 
     return attend
 
 
+def append_and_attend_step(tokens: Tokens, attention: PagedDecodeAttention) -> AppendAndAttend:
+    """Return the append and attention of decode steps, in one launch."""
+
+    def append(out: Tensor, qkv: Tensor, cache: LayerCache, rope: QKNormRope, options: AttentionOptions) -> None:
+        pages = (cache.keys, cache.values, tokens.page_table_of(cache))
+        attention.append_and_run(out, qkv, *pages, rope, options, cache.scales)
+
+    return append
+
+
 def attend_chunks(chunks: Chunks, attention: TokenByTokenAttention | None) -> Attend:
     """Return the attention of prompt chunks; `attention` computes token by token, None many queries at once."""
+    tokens = tokens_of(chunks)
 
     def attend(out: Tensor, q: Tensor, cache: LayerCache, options: AttentionOptions) -> None:
+        pages = tokens.page_table_of(cache)
         if attention is not None:
-            attention.run(out, q, cache, *tokens_of(chunks)[1:4], page_table_of(chunks, cache), options)
+            attention.run(out, q, cache, tokens.rows, tokens.positions, tokens.live, pages, options)
         else:
-            extend_over(cache, out, q, *chunks[4:6], page_table_of(chunks, cache), options)
+            extend_over(cache, out, q, chunks.cu_seqlens_q, chunks.cu_seqlens_kv, pages, options)
 
     return attend
 
@@ -122,14 +127,10 @@ class Decoder(Model):
     def decode(self, batch: DecodeInputs, caches: Sequence[LayerState], attention: PagedDecodeAttention) -> Tensor:
         """Run one decode step and return the logits, float32 [b, vocab]; see `Model.decode`."""
         attention.plan(batch.pre_step_seqlens, batch.live_rows)
-
-        def append(out: Tensor, qkv: Tensor, cache: LayerCache, rope: QKNormRope, options: AttentionOptions) -> None:
-            pages = (cache.keys, cache.values, page_table_of(batch, cache))
-            attention.append_and_run(out, qkv, *pages, rope, options, cache.scales)
-
+        tokens = tokens_of(batch)
         # batch-invariant: the newest key is read from the cache, as a prompt's are
-        fused, attend = None if attention.is_invariant else append, attend_step(batch, attention)
-        return self.head(*self._run_layers([tokens_of(batch)], caches, attend, fused))
+        append = None if attention.is_invariant else append_and_attend_step(tokens, attention)
+        return self.head(*self._run_layers([tokens], caches, attend_step(tokens, attention), append))
 
     def mix(
         self, batch: DecodeInputs, chunks: Chunks, caches: Sequence[LayerState], attention: PagedDecodeAttention
@@ -139,8 +140,9 @@ class Decoder(Model):
         Operators other than attention take all tokens in one launch, the chunks' first.
         """
         attention.plan(batch.pre_step_seqlens, batch.live_rows)
-        of_chunks, count = tokens_of(chunks), chunks.token_ids.shape[0]
-        attend_to_chunks, attend_to_rows = attend_chunks(chunks, None), attend_step(batch, attention)
+        of_chunks, of_rows, count = tokens_of(chunks), tokens_of(batch), chunks.token_ids.shape[0]
+        attend_to_chunks, attend_to_rows = attend_chunks(chunks, None), attend_step(of_rows, attention)
+        append_rows = append_and_attend_step(of_rows, attention)
 
         # layers share most tensors
         parts = functools.cache(lambda x: (x[:count], x[count:]))
@@ -156,10 +158,9 @@ class Decoder(Model):
             append_tokens(q, cache, qkv_of_chunks, of_chunks, rope)
             attend_to_chunks(to_chunks, q, cache, options)
             # last: a row whose prompt ends in this pass attends to its chunk's keys
-            pages = (cache.keys, cache.values, page_table_of(batch, cache))
-            attention.append_and_run(to_rows, qkv_of_rows, *pages, rope, options, cache.scales)
+            append_rows(to_rows, qkv_of_rows, cache, rope, options)
 
-        passed = self._run_layers([of_chunks, tokens_of(batch)], caches, attend, append)
+        passed = self._run_layers([of_chunks, of_rows], caches, attend, append)
         return self.head(*passed.narrow(count, count + batch.size))
 
     def prefill(

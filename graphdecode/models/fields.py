@@ -4,7 +4,8 @@ Each raises an `UnsupportedModelError` with the field, its value and what it mus
 """
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -33,6 +34,15 @@ LIMITS = {  # several times the largest models; each layer and expert allocates 
 _MOST_TOKEN_IDS = 128  # the engine's default
 _MOST_NUMBER = 1e30  # well inside float32
 _MOST_BYTES = 256 * 2**20  # of a JSON file; the largest known index has 10 MB
+
+
+@contextmanager
+def errors_name(where: object) -> Iterator[None]:
+    """Let the messages of UnsupportedModelErrors begin with a file, or what else is read."""
+    try:
+        yield
+    except UnsupportedModelError as error:
+        raise UnsupportedModelError(f"{where}: {error}") from error
 
 
 def count(settings: Mapping[str, Any], name: str, default: int | None = None, *, least: int = 1) -> int:

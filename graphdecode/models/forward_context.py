@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -60,6 +60,12 @@ class Tokens(NamedTuple):
     kept_states: Tensor | None = None  # int32 [t], state row for the state after each token
     in_chunks: bool | None = None  # whether these are prompt chunks: many tokens per row
 
+    def page_table_of(self, cache: LayerCache) -> Tensor:
+        """Return the page table for a layer's cache."""
+        table = self.rolling_table if cache.is_rolling else self.page_table
+        assert table is not None  # the engine gives rolling pages to models that have such layers
+        return table
+
     def steps(self, states: RecurrentState, begin: int = 0) -> Iterator[StateStep]:
         """Yield the tokens in the order in which they advance a layer's states; `begin` tokens are before them.
 
@@ -89,29 +95,10 @@ class Tokens(NamedTuple):
         return AdapterSpan(slice(begin, begin + self.ids.shape[0]), self.rows, self.live, self.adapters)
 
 
-class HasPages(Protocol):
-    """`Tokens`, `Chunks` or a step's batch."""
-
-    @property
-    def page_table(self) -> Tensor:
-        """int32 [b, pages per row]."""
-
-    @property
-    def rolling_table(self) -> Tensor | None:
-        """int32 [b, pages per row], for layers with rolling pages."""
-
-
-def page_table_of(tokens: HasPages, cache: LayerCache) -> Tensor:
-    """Return the page table for a layer's cache."""
-    table = tokens.rolling_table if cache.is_rolling else tokens.page_table
-    assert table is not None  # the engine gives rolling pages to models that have such layers
-    return table
-
-
 def append_tokens(q: Tensor, cache: LayerCache, qkv: Tensor, tokens: Tokens, rope: QKNormRope) -> None:
     """Write rotated queries into `q`, and rotated keys and values into a layer's cache; see `rope_append`."""
     key, value, pages = cache.scales
-    where = (tokens.rows, tokens.positions, tokens.live, page_table_of(tokens, cache))
+    where = (tokens.rows, tokens.positions, tokens.live, tokens.page_table_of(cache))
     rope_append(q, cache.keys, cache.values, qkv, *where, rope, k_scale=key, v_scale=value, scales=pages)
 
 

@@ -15,7 +15,7 @@ from graphdecode.kernels.recurrent.causal_conv import causal_conv
 from graphdecode.kernels.recurrent.gated_delta import DeltaGates, gated_delta
 from graphdecode.kernels.recurrent.selective_scan import ScanWeights, selective_scan
 from graphdecode.linear.weight_form import WeightForm, tensors_in
-from graphdecode.models.blocks import Addend, Attention, Mixer, Norm
+from graphdecode.models.blocks import Attention, BlockOutput, Mixer, Norm
 from graphdecode.models.forward_context import ForwardContext, Hidden
 
 
@@ -37,9 +37,7 @@ class GatedAttention(Attention):
     qkv_order: Tensor  # int64 [(heads + 2 kv_heads) * head_dim], columns of the product
     gate_order: Tensor  # int64 [heads * head_dim]
 
-    def __call__(
-        self, x: Hidden, residual: Tensor, context: ForwardContext, cache: LayerState
-    ) -> tuple[Addend, Tensor]:
+    def __call__(self, x: Hidden, residual: Tensor, context: ForwardContext, cache: LayerState) -> BlockOutput:
         product = context.linear(self.qkv, x)
         attended = self.attend(reordered(product, self.qkv_order, "qkv", context), context, cache)
         gate = reordered(product, self.gate_order, "gate", context)
@@ -63,9 +61,7 @@ class RecurrentMixer(Mixer):
         """The product of the input."""
         return self.in_proj
 
-    def __call__(
-        self, x: Hidden, residual: Tensor, context: ForwardContext, cache: LayerState
-    ) -> tuple[Addend, Tensor]:
+    def __call__(self, x: Hidden, residual: Tensor, context: ForwardContext, cache: LayerState) -> BlockOutput:
         return self.output_linear(self.out_proj, self.read(x, context, cache), residual, context)
 
     @abstractmethod

@@ -23,7 +23,7 @@ from graphdecode.errors import shown
 from graphdecode.kernels.norm.rms_norm import rms_norm
 from graphdecode.linear.experts import ExpertForm
 from graphdecode.linear.weight_form import WeightForm
-from graphdecode.models.blocks import Addend, GatedMlp, Mixer, Norm, Routing, SparseMlp
+from graphdecode.models.blocks import BlockOutput, GatedMlp, Mixer, Norm, Routing, SparseMlp
 from graphdecode.models.config import (
     ExpertsConfig,
     ModelConfig,
@@ -78,9 +78,7 @@ class LatentAttention(Mixer):
     def input_linear(self) -> WeightForm:
         return self.qkv_a
 
-    def __call__(
-        self, x: Hidden, residual: Tensor, context: ForwardContext, cache: LayerState
-    ) -> tuple[Addend, Tensor]:
+    def __call__(self, x: Hidden, residual: Tensor, context: ForwardContext, cache: LayerState) -> BlockOutput:
         """Append the tokens' keys to the cache, and attend."""
         assert isinstance(cache, LayerCache)
         heads, value_channels, rank = self.to_values.shape

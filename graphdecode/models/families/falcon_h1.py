@@ -10,7 +10,7 @@ from graphdecode.cache import KeysAndState, LayerState
 from graphdecode.errors import shown
 from graphdecode.linear.composite import ScaledLinear
 from graphdecode.linear.weight_form import WeightForm
-from graphdecode.models.blocks import Addend, Attention, FeedForward, GatedMlp, Identity, Layer, Norm
+from graphdecode.models.blocks import Addend, Attention, BlockOutput, FeedForward, GatedMlp, Identity, Layer, Norm
 from graphdecode.models.config import ModelConfig, UnsupportedModelError, flag, number
 from graphdecode.models.families.hybrid import MAMBA2_DEFAULTS, Mamba2Sizes, mamba2_mixer, mamba2_sizes
 from graphdecode.models.families.llama import Llama
@@ -51,9 +51,7 @@ class ParallelLayer(Layer):
     mlp_norm: Norm
     mlp: FeedForward
 
-    def __call__(
-        self, x: Addend, residual: Tensor, context: ForwardContext, cache: LayerState
-    ) -> tuple[Addend, Tensor]:
+    def __call__(self, x: Addend, residual: Tensor, context: ForwardContext, cache: LayerState) -> BlockOutput:
         assert isinstance(cache, KeysAndState)
         hidden, residual = self.input_norm(x, residual, context, into=self.mamba.in_proj)
         read = self.mamba.read(hidden, context, cache.states)  # before the sum, which takes the norm's memory

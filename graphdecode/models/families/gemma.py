@@ -5,14 +5,7 @@ Gemma 3 (2025), text: five layers with a window to one without, with different r
 
 from typing import Any, ClassVar
 
-from graphdecode.models.config import (
-    ModelConfig,
-    UnsupportedModelError,
-    all_but_every,
-    count,
-    layer_ropes,
-    number,
-)
+from graphdecode.models.config import ModelConfig, UnsupportedModelError, all_but_every, count, number
 from graphdecode.models.families.llama import ATTENTION_BIASES, Llama
 from graphdecode.models.rope import ropes_by_layer_type
 
@@ -61,7 +54,7 @@ class Gemma3(Gemma2):
     """Gemma 3's decoder; queries and keys are normed per head."""
 
     architecture = "Gemma3ForCausalLM"
-    has_head_norms = True
+    has_head_norms = has_window_rope = True
     defaults: ClassVar[dict[str, Any]] = Gemma2.defaults | {
         "max_position_embeddings": 131072,
         "attn_logit_softcapping": None,
@@ -74,7 +67,3 @@ class Gemma3(Gemma2):
 
     def has_window(self, settings: dict[str, Any], layers: int) -> list[bool]:
         return all_but_every(count(settings, "sliding_window_pattern", 6), layers)
-
-    def options(self, settings: dict[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
-        pattern = self.has_window(settings, fields["num_hidden_layers"])
-        return super().options(settings, fields) | layer_ropes(settings, fields, pattern)

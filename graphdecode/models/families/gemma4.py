@@ -22,6 +22,7 @@ from graphdecode.models.blocks import (
     Addend,
     Attention,
     Block,
+    BlockOutput,
     DecoderLayer,
     Embedded,
     FeedForward,
@@ -39,7 +40,6 @@ from graphdecode.models.config import (
     count,
     flag,
     is_windowed,
-    layer_ropes,
 )
 from graphdecode.models.families.gemma import Gemma2
 from graphdecode.models.families.llama import Llama, norms_at
@@ -104,7 +104,7 @@ class MlpBesideExperts(FeedForward):
     def input_linear(self) -> WeightForm:
         return self.mlp.gate_up
 
-    def __call__(self, x: Hidden, residual: Tensor, context: ForwardContext) -> tuple[Addend, Tensor]:
+    def __call__(self, x: Hidden, residual: Tensor, context: ForwardContext) -> BlockOutput:
         of_mlp = self.mlp.product(x, context)
         total, hidden = torch.empty_like(of_mlp), context.buffer(of_mlp.shape[1], use="of experts")
         rms_norm(total, of_mlp, self.after_mlp.weight, self.after_mlp.eps)
@@ -154,7 +154,7 @@ class PerLayerInput(FeedForward):
     width: int  # channels of all layers
     activation: str
 
-    def __call__(self, x: Hidden, residual: Tensor, context: ForwardContext) -> tuple[Addend, Tensor]:
+    def __call__(self, x: Hidden, residual: Tensor, context: ForwardContext) -> BlockOutput:
         channels = self.input_gate.out_features
         gate, own = context.linear(self.input_gate, x, "input gate"), context.buffer(self.width, use="layer inputs")
         activated = context.buffer(channels, use="gated input")
@@ -171,9 +171,7 @@ class Gemma4Layer(DecoderLayer):
     input_block: PerLayerInput | None
     scale: Tensor  # float32 [1]
 
-    def __call__(
-        self, x: Addend, residual: Tensor, context: ForwardContext, cache: LayerState
-    ) -> tuple[Addend, Tensor]:
+    def __call__(self, x: Addend, residual: Tensor, context: ForwardContext, cache: LayerState) -> BlockOutput:
         if self.inputs is not None:
             if isinstance(x, Embedded):
                 x.write(residual)
@@ -190,6 +188,7 @@ class Gemma4(Sparse, Gemma2):
     """Gemma 4's decoder."""
 
     architecture = "Gemma4ForCausalLM"
+    has_window_rope = True
     experts_separate = False
     norm_offset = 0.0
     mlp = stacked_mlp = ""
@@ -230,8 +229,7 @@ class Gemma4(Sparse, Gemma2):
         return [*all_but_every(6, layers)[:-1], False]
 
     def options(self, settings: dict[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
-        ropes = layer_ropes(settings, fields, self.has_window(settings, fields["num_hidden_layers"]))
-        return super().options(settings, fields) | ropes | {"sm_scale": 1.0}
+        return super().options(settings, fields) | {"sm_scale": 1.0}
 
     def experts(self, settings: dict[str, Any], fields: dict[str, Any]) -> ExpertsConfig | None:
         if not flag(settings, "enable_moe_block", False):

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from graphdecode.models.blocks import Attention, DecoderLayer, FeedForward, GatedMlp, Identity, Layer, Mixer
-from graphdecode.models.config import ModelConfig, all_but_every, common_fields, flag, layer_windows
+from graphdecode.models.config import ModelConfig, all_but_every, common_fields, flag, layer_ropes, layer_windows
 from graphdecode.models.family import Family, outer_weights
 from graphdecode.models.weight_map import Part, Run, WeightMap, product
 from graphdecode.models.weights import Weights
@@ -28,6 +28,7 @@ class Llama(Family):
         "before_mlp": "post_attention_layernorm",
     }
     window_period: ClassVar[int] = 0  # each such layer sees all tokens, the others a window; 0: no windows
+    has_window_rope: ClassVar[bool] = False  # whether layers with a window have their own rope; see `layer_ropes`
     has_head_norms: ClassVar[bool] = False  # whether queries and keys are normed per head
     final_norm: ClassVar[str] = "model.norm"  # module of the final norm
 
@@ -51,7 +52,10 @@ class Llama(Family):
 
         `settings`: config.json with the family's defaults. `fields`: fields read so far.
         """
-        return {
+        ropes = {}
+        if self.has_window_rope:
+            ropes = layer_ropes(settings, fields, self.has_window(settings, fields["num_hidden_layers"]))
+        return ropes | {
             name: stated if isinstance(stated, bool) else flag(settings, stated, False)
             for name, stated in self.biases.items()
         }

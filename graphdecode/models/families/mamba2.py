@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from graphdecode.cache import LayerState
-from graphdecode.models.blocks import Addend, FeedForward, Layer, Mixer, Norm
+from graphdecode.models.blocks import Addend, BlockOutput, FeedForward, Layer, Mixer, Norm
 from graphdecode.models.config import ModelConfig
 from graphdecode.models.families.hybrid import (
     MAMBA2_DEFAULTS,
@@ -31,9 +31,7 @@ class OneBlockLayer(Layer):
     input_norm: Norm
     block: Mixer | FeedForward
 
-    def __call__(
-        self, x: Addend, residual: Tensor, context: ForwardContext, cache: LayerState
-    ) -> tuple[Addend, Tensor]:
+    def __call__(self, x: Addend, residual: Tensor, context: ForwardContext, cache: LayerState) -> BlockOutput:
         hidden, residual = self.input_norm(x, residual, context, into=self.block.input_linear)
         if isinstance(self.block, Mixer):
             return self.block(hidden, residual, context, cache)

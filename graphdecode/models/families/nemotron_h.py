@@ -9,7 +9,7 @@ from torch import Tensor
 from graphdecode.cache import Recurrent
 from graphdecode.errors import shown
 from graphdecode.linear.weight_form import Stored, WeightForm
-from graphdecode.models.blocks import Addend, FeedForward, Mixer
+from graphdecode.models.blocks import BlockOutput, FeedForward, Mixer
 from graphdecode.models.config import ModelConfig, UnsupportedModelError, choice, count, flag, number
 from graphdecode.models.families.hybrid import mamba2_sizes, renamed
 from graphdecode.models.families.llama import Llama, head_run
@@ -43,7 +43,7 @@ class SquaredReluMlp(FeedForward):
     def input_linear(self) -> WeightForm:
         return self.up
 
-    def __call__(self, x: Hidden, residual: Tensor, context: ForwardContext) -> tuple[Addend, Tensor]:
+    def __call__(self, x: Hidden, residual: Tensor, context: ForwardContext) -> BlockOutput:
         activated = context.buffer(self.down.in_features, use="activated")
         activated.copy_(context.linear(self.up, x).relu_().square_())
         return self.output_linear(self.down, activated, residual, context)

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from graphdecode.linear.weight_form import Stored
 from graphdecode.models.blocks import Attention, Mixer
-from graphdecode.models.config import ModelConfig, all_but_every, choice, count, flag, layer_ropes
+from graphdecode.models.config import ModelConfig, all_but_every, choice, count, flag
 from graphdecode.models.families.hybrid import OF_ATTENTION, Hybrid, recurrent_layers, renamed
 from graphdecode.models.families.llama import ATTENTION_BIASES, Llama, head_run, norms_at
 from graphdecode.models.families.qwen3_5 import DeltaSizes, delta_net
@@ -53,14 +53,11 @@ class Olmo3(Olmo2):
 
     architecture = "Olmo3ForCausalLM"
     window_period = 4
+    has_window_rope = True
     defaults: ClassVar[dict[str, Any]] = Olmo2.defaults | {"sliding_window": 4096}
 
     def config(self, settings: dict[str, Any]) -> ModelConfig:
         return super().config(settings | ropes_by_layer_type(settings, _THETA, _THETA))
-
-    def options(self, settings: dict[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
-        pattern = self.has_window(settings, fields["num_hidden_layers"])
-        return super().options(settings, fields) | layer_ropes(settings, fields, pattern)
 
 
 class WholeDeltaSizes(DeltaSizes):

@@ -11,8 +11,9 @@ from torch import Tensor
 from graphdecode.linear.quantization.gguf import BLOCKS_ON_CPU, GgufBlocks, GgufFormat
 from graphdecode.linear.quantization.quantized_weight import QuantizedWeight
 from graphdecode.linear.weight_form import Shard, Stored
-from graphdecode.models.config import ModelConfig, UnsupportedModelError
+from graphdecode.models.config import ModelConfig
 from graphdecode.models.family import config_of
+from graphdecode.models.fields import errors_name
 from graphdecode.models.gguf.architectures import Architecture, architecture_of
 from graphdecode.models.gguf.container import GgufTensor, JoinedView, Metadata, TensorView, read_header
 from graphdecode.models.gguf.files import SUFFIX, shards_of
@@ -48,10 +49,8 @@ class Gguf:
     def config(self) -> ModelConfig:
         """Return the configuration of the metadata."""
         architecture = self._architecture
-        try:
+        with errors_name(self.path):
             config = config_of(architecture.settings(self._metadata, self._stored))
-        except UnsupportedModelError as error:
-            raise UnsupportedModelError(f"{self.path}: {error}") from error
         kinds = {tensor.block for tensor in self._stored.values()}
         return replace(config, integer_quantized=any(kind.values > 1 for kind in kinds))
 
@@ -76,20 +75,17 @@ class Gguf:
 
     def _further_layers(self) -> tuple[str, ...]:
         """Return the prefixes of tensors behind the decoder's last layer."""
-        try:
+        with errors_name(self.path):
             metadata = Metadata(self._metadata)
-            if not metadata.has("nextn_predict_layers"):
-                return ()
-            return tuple(f"blk.{layer}." for layer in range(metadata.num_layers, metadata.count("block_count")))
-        except UnsupportedModelError as error:
-            raise UnsupportedModelError(f"{self.path}: {error}") from error
+            further = range(0)
+            if metadata.has("nextn_predict_layers"):
+                further = range(metadata.num_layers, metadata.count("block_count"))
+        return tuple(f"blk.{layer}." for layer in further)
 
     @cached_property
     def _architecture(self) -> Architecture:
-        try:
+        with errors_name(self.path):
             return architecture_of(self._metadata)
-        except UnsupportedModelError as error:
-            raise UnsupportedModelError(f"{self.path}: {error}") from error
 
     @cached_property
     def _views(self) -> Mapping[str, TensorView | JoinedView]:

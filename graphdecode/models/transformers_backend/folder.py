@@ -18,7 +18,7 @@ from graphdecode.linear.weight_form import FormOptions, TensorSource
 from graphdecode.models.adapters import AdapterSlots
 from graphdecode.models.checkpoint import generation_eos_token_ids
 from graphdecode.models.family import known_families
-from graphdecode.models.fields import UnsupportedModelError, eos_token_ids, read_json
+from graphdecode.models.fields import UnsupportedModelError, eos_token_ids, errors_name, read_json
 from graphdecode.models.transformers_backend.form_linear import replace_linears
 from graphdecode.models.transformers_backend.module_decoder import (
     NAME,
@@ -50,13 +50,11 @@ class AdoptedFolder:
             UnsupportedModelError: transformers has no such causal decoder, or one that cannot run over a paged cache.
         """
         settings = self._settings()
-        try:
+        with errors_name(self._file):
             module = self._module_without_weights(settings)
             self._check_kind(module, settings)
             text = settings.get_text_config(decoder=True)
             config = replace(probed_config(module, text), eos_token_ids=self._eos_token_ids(text))
-        except UnsupportedModelError as error:
-            raise UnsupportedModelError(f"{self._file}: {error}") from error
         generated = generation_eos_token_ids(self._folder)
         return config if generated is None else replace(config, eos_token_ids=generated)
 

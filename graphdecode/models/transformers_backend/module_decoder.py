@@ -211,7 +211,8 @@ class ModuleDecoder(Model):
     def decode(self, batch: DecodeInputs, caches: Sequence[LayerState], attention: PagedDecodeAttention) -> Tensor:
         """Run one decode step and return the logits [b, vocab]; see `Model.decode`."""
         attention.plan(batch.pre_step_seqlens, batch.live_rows)
-        step = _Pass(tokens_of(batch), caches, attend_step(batch, attention))
+        tokens = tokens_of(batch)
+        step = _Pass(tokens, caches, attend_step(tokens, attention))
         return self._run(self.module, step).logits[0].float()
 
     def prefill(
