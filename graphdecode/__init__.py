@@ -37,45 +37,9 @@ if TYPE_CHECKING:  # for type checkers and editors; a test holds this and `_MODU
     from graphdecode.errors import GraphdecodeError as GraphdecodeError
     from graphdecode.graphs import CaptureError as CaptureError
     from graphdecode.graphs import GraphManager as GraphManager
-    from graphdecode.surfaces.flashinfer import BatchDecodeWithPagedKVCacheWrapper as BatchDecodeWithPagedKVCacheWrapper
-    from graphdecode.surfaces.flashinfer import (
-        BatchDecodeWithSharedPrefixPagedKVCacheWrapper as BatchDecodeWithSharedPrefixPagedKVCacheWrapper,
-    )
-    from graphdecode.surfaces.flashinfer import BatchMLAPagedAttentionWrapper as BatchMLAPagedAttentionWrapper
-    from graphdecode.surfaces.flashinfer import (
-        CUDAGraphBatchDecodeWithPagedKVCacheWrapper as CUDAGraphBatchDecodeWithPagedKVCacheWrapper,
-    )
-    from graphdecode.surfaces.flashinfer import MultiLevelCascadeAttentionWrapper as MultiLevelCascadeAttentionWrapper
-    from graphdecode.surfaces.flashinfer import chain_speculative_sampling as chain_speculative_sampling
-    from graphdecode.surfaces.flashinfer import fast_decode_plan as fast_decode_plan
-    from graphdecode.surfaces.flashinfer import min_p_sampling_from_probs as min_p_sampling_from_probs
-    from graphdecode.surfaces.flashinfer import sampling_from_logits as sampling_from_logits
-    from graphdecode.surfaces.flashinfer import sampling_from_probs as sampling_from_probs
-    from graphdecode.surfaces.flashinfer import single_decode_with_kv_cache as single_decode_with_kv_cache
-    from graphdecode.surfaces.flashinfer import softmax as softmax
-    from graphdecode.surfaces.flashinfer import top_k_mask_logits as top_k_mask_logits
-    from graphdecode.surfaces.flashinfer import top_k_renorm_probs as top_k_renorm_probs
-    from graphdecode.surfaces.flashinfer import top_k_sampling_from_probs as top_k_sampling_from_probs
-    from graphdecode.surfaces.flashinfer import top_k_top_p_sampling_from_logits as top_k_top_p_sampling_from_logits
-    from graphdecode.surfaces.flashinfer import top_k_top_p_sampling_from_probs as top_k_top_p_sampling_from_probs
-    from graphdecode.surfaces.flashinfer import top_p_renorm_probs as top_p_renorm_probs
-    from graphdecode.surfaces.flashinfer import top_p_sampling_from_probs as top_p_sampling_from_probs
-    from graphdecode.surfaces.flashinfer import trtllm_batch_decode_with_kv_cache as trtllm_batch_decode_with_kv_cache
-    from graphdecode.surfaces.flashinfer import (
-        trtllm_batch_decode_with_kv_cache_mla as trtllm_batch_decode_with_kv_cache_mla,
-    )
-    from graphdecode.surfaces.flashinfer import xqa_batch_decode_with_kv_cache as xqa_batch_decode_with_kv_cache
-    from graphdecode.surfaces.flashinfer import xqa_batch_decode_with_kv_cache_mla as xqa_batch_decode_with_kv_cache_mla
+    from graphdecode.surfaces.flashinfer import *  # noqa: F403
     from graphdecode.surfaces.optimum_neuron import SlotKVCacheManager as SlotKVCacheManager
-    from graphdecode.surfaces.transformer_engine import DotProductAttention as DotProductAttention
-    from graphdecode.surfaces.transformer_engine import InferenceParams as InferenceParams
-    from graphdecode.surfaces.transformer_engine import KVCacheManager as KVCacheManager
-    from graphdecode.surfaces.transformer_engine import MultiheadAttention as MultiheadAttention
-    from graphdecode.surfaces.transformer_engine import NonPagedKVCacheManager as NonPagedKVCacheManager
-    from graphdecode.surfaces.transformer_engine import PagedKVCacheManager as PagedKVCacheManager
-    from graphdecode.surfaces.transformer_engine import RotaryPositionEmbedding as RotaryPositionEmbedding
-    from graphdecode.surfaces.transformer_engine import TransformerLayer as TransformerLayer
-    from graphdecode.surfaces.transformer_engine import apply_rotary_pos_emb as apply_rotary_pos_emb
+    from graphdecode.surfaces.transformer_engine import *  # noqa: F403
     from graphdecode.text import LLM as LLM
     from graphdecode.text import AsyncLLM as AsyncLLM
     from graphdecode.text import CompletionOutput as CompletionOutput
@@ -116,6 +80,7 @@ _NAMES = {  # module -> the public names that it has
         "BatchDecodeWithSharedPrefixPagedKVCacheWrapper",
         "BatchMLAPagedAttentionWrapper",
         "CUDAGraphBatchDecodeWithPagedKVCacheWrapper",
+        "MLAPlanMetadata",
         "MultiLevelCascadeAttentionWrapper",
         "chain_speculative_sampling",
         "fast_decode_plan",
@@ -150,9 +115,10 @@ _NAMES = {  # module -> the public names that it has
     ),
     "text": ("AsyncLLM", "CompletionOutput", "LLM", "LoRARequest", "Logprob", "RequestOutput"),
 }
-if os.path.isfile(os.path.join(__path__[0], "kernels")) and util.find_spec("graphdecode.kernels") is None:
+_KERNELS = os.path.join(os.path.dirname(__file__), "kernels")
+if os.path.isfile(_KERNELS) and util.find_spec("graphdecode.kernels") is None:
     raise ImportError(  # git writes such a file where it may not make links, as on Windows
-        f"{os.path.join(__path__[0], 'kernels')} is a file, and should be a symbolic link to ../kernels: run "
+        f"{_KERNELS} is a file, and should be a symbolic link to ../kernels: run "
         "`pip install -e .`, which needs no link, or `git config core.symlinks true` and `git checkout graphdecode`"
     )
 

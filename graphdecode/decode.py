@@ -3,27 +3,7 @@
 from typing import Any
 
 from graphdecode.errors import flashinfer_hint
-from graphdecode.surfaces.flashinfer import (
-    BatchDecodeWithPagedKVCacheWrapper,
-    CUDAGraphBatchDecodeWithPagedKVCacheWrapper,
-    fast_decode_plan,
-    single_decode_with_kv_cache,
-    trtllm_batch_decode_with_kv_cache,
-    trtllm_batch_decode_with_kv_cache_mla,
-    xqa_batch_decode_with_kv_cache,
-    xqa_batch_decode_with_kv_cache_mla,
-)
-
-__all__ = [
-    "BatchDecodeWithPagedKVCacheWrapper",
-    "CUDAGraphBatchDecodeWithPagedKVCacheWrapper",
-    "fast_decode_plan",
-    "single_decode_with_kv_cache",
-    "trtllm_batch_decode_with_kv_cache",
-    "trtllm_batch_decode_with_kv_cache_mla",
-    "xqa_batch_decode_with_kv_cache",
-    "xqa_batch_decode_with_kv_cache_mla",
-]
+from graphdecode.surfaces.flashinfer import *  # noqa: F403
 
 
 def __getattr__(name: str) -> Any:

@@ -93,10 +93,11 @@ def test_help_comes_in_less_than_the_time_of_importing_torch() -> None:
 def test_checkers_see_the_names_that_are_there() -> None:
     tree = ast.parse((ROOT / "graphdecode" / "__init__.py").read_text())
     told = {
-        alias.asname: node.module
+        name: node.module
         for node in ast.walk(tree)
         if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("graphdecode.")
         for alias in node.names
+        for name in (importlib.import_module(node.module).__all__ if alias.name == "*" else [alias.asname])
     }
     assert sorted(told) == graphdecode.__all__
     for name, module in told.items():

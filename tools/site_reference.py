@@ -1,7 +1,6 @@
 """MkDocs' hook for the site's reference: one page for each package of `graphdecode` that has public names."""
 
 import ast
-from collections import defaultdict
 from pathlib import Path
 
 from mkdocs.config.defaults import MkDocsConfig
@@ -26,12 +25,11 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def public_names() -> dict[str, list[str]]:
-    """Return the names that the package declares for type checkers, by module: nothing is imported."""
-    names: dict[str, list[str]] = defaultdict(list)
-    for node in ast.walk(ast.parse(PACKAGE.read_text())):
-        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("graphdecode."):
-            names[node.module] += [each.name for each in node.names]
-    return dict(names)
+    """Return the public names by module, from the package's table: nothing is imported."""
+    for node in ast.parse(PACKAGE.read_text()).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "_NAMES":
+            return {f"graphdecode.{module}": list(names) for module, names in ast.literal_eval(node.value).items()}
+    raise ValueError(f"{PACKAGE} has no table _NAMES")
 
 
 def page_of(module: str) -> str:
