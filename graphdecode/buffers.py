@@ -92,29 +92,6 @@ class Slot:
         return tuple(self.rows(batch_size) if isinstance(size, str) else size for size in self.shape)
 
 
-class Batch:
-    """The buffers narrowed to the rows of one bucket; each slot is an attribute, at the same address."""
-
-    def __init__(self, size: int, tensors: Mapping[str, Tensor]) -> None:
-        self.size = size
-        self.__dict__.update(tensors)
-
-    @classmethod
-    def of(cls, size: int, tensors: Mapping[str, Tensor]) -> Self:
-        """Return a batch."""
-        return cls(size, tensors)
-
-    def without(self, name: str) -> Batch:
-        """Return the batch without a slot, which may be missing."""
-        if name not in vars(self):
-            return self
-        return Batch(self.size, {slot: value for slot, value in vars(self).items() if slot not in (name, "size")})
-
-    def __getattr__(self, name: str) -> Any:
-        declared = sorted(slot for slot, value in vars(self).items() if isinstance(value, Tensor))
-        raise AttributeError(f"no slot {name!r}; declared are {declared}")
-
-
 class SlotField(NamedTuple):
     """A slot of the field's name: `x: Annotated[Tensor, SlotField(("batch", 8), torch.float32)]`; see `Slot`.
 
@@ -125,6 +102,9 @@ class SlotField(NamedTuple):
     dtype: torch.dtype
     pad: float | int | bool | str = 0
     staged: str | None = None
+
+
+R = TypeVar("R")
 
 
 @dataclass(kw_only=True)
@@ -154,7 +134,7 @@ class StepSlots:
 
     @classmethod
     def of(cls, size: int, tensors: Mapping[str, Tensor]) -> Self:
-        """Return an instance; tensors of no field are attributes, too."""
+        """Return a batch of `size` rows; tensors of no field are attributes, too."""
         names = {field.name for field in fields(cls)}
         batch = cls(size=size, **{name: tensor for name, tensor in tensors.items() if name in names})
         vars(batch).update(tensors)
@@ -165,6 +145,20 @@ class StepSlots:
         other = copy.copy(self)
         vars(other)[name] = None
         return other
+
+    def record(self, kind: type[R], **others: Tensor) -> R:
+        """Return a named tuple of the slots that its fields name, and of `others`."""
+        names: Any = kind
+        return kind(**{name: getattr(self, name) for name in names._fields if name not in others}, **others)
+
+
+@dataclass(kw_only=True)
+class Batch(StepSlots):
+    """The buffers narrowed to the rows of one bucket; each slot is an attribute, at the same address."""
+
+    def __getattr__(self, name: str) -> Any:
+        declared = sorted(slot for slot, value in vars(self).items() if isinstance(value, Tensor))
+        raise AttributeError(f"no slot {name!r}; declared are {declared}")
 
 
 B = TypeVar("B")

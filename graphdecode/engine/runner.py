@@ -12,7 +12,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 
 from graphdecode.buckets import KINDS, ShapeLadder, StepShape
-from graphdecode.buffers import Batch, StepSlots, on_device
+from graphdecode.buffers import StepSlots, on_device
 from graphdecode.cache import PagedKVCache
 from graphdecode.engine.capacity import Capacity
 from graphdecode.engine.prompts import PromptChunk, Prompts
@@ -157,7 +157,7 @@ class Runner:
         )
         self.reserved: dict[str, ReservedMemory] = {}
 
-    def _run(self, shape: StepShape, batch: Batch | StepSlots, num_chunks: int | None = None) -> None:
+    def _run(self, shape: StepShape, batch: StepSlots, num_chunks: int | None = None) -> None:
         chunks = self.prompts.chunks(shape, num_chunks) if shape.prompt_tokens else None
         if shape.rows:
             self.step.run(shape, batch if shape.has_adapters else batch.without("adapters"), chunks)

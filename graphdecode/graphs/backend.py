@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from graphdecode.buffers import Batch, StepBuffers, StepSlots, on_device
+from graphdecode.buffers import StepBuffers, StepSlots, on_device
 from graphdecode.errors import ArgumentError, GraphdecodeError
 from graphdecode.graphs.cuda import CudaCapture, CudaStepGraph
 from graphdecode.graphs.cuda_loop import CudaLoops
@@ -76,7 +76,7 @@ class Backend:
         """The device of the buffers."""
         return self._buffers.device
 
-    def _graph(self, step: Step, batch: Batch | StepSlots) -> StepGraph:
+    def _graph(self, step: Step, batch: StepSlots) -> StepGraph:
         if self.name == "cuda":
             is_first = not self._captures
             if is_first or self._captures[-1].is_spoilt:
@@ -90,7 +90,7 @@ class Backend:
             warm_up(step, batch, self.owners, self._warmup_steps - 1)
         return RecordedStepGraph(step, batch, self.owners, self._blocks)
 
-    def captured(self, step: Step, batch: Batch | StepSlots, second: Step | None, control: LoopControl | None) -> Ready:
+    def captured(self, step: Step, batch: StepSlots, second: Step | None, control: LoopControl | None) -> Ready:
         """Capture a step, and `second` in a graph of its own; build a loop if there is a control."""
         graphs: list[StepGraph] = []
         loop: StepLoop | None = None
@@ -113,7 +113,7 @@ class Backend:
                 raise
         return Ready(replays, loop, graphs)
 
-    def eager(self, step: Step, batch: Batch | StepSlots, second: Step | None, control: LoopControl | None) -> Ready:
+    def eager(self, step: Step, batch: StepSlots, second: Step | None, control: LoopControl | None) -> Ready:
         """Return the same as `captured`, without graphs."""
         replays = [partial(self._run, each, batch) for each in (step, second) if each is not None]
         if control is None:
@@ -124,7 +124,7 @@ class Backend:
         loop.reason = "nothing is captured"
         return Ready(replays, loop)
 
-    def _run(self, step: Step, batch: Batch | StepSlots) -> None:
+    def _run(self, step: Step, batch: StepSlots) -> None:
         with on_device(self.device):
             run(step, batch)
 
@@ -159,7 +159,7 @@ class Backend:
         self.owners = Owners(self._buffers)
 
 
-def warm_up(step: Step, batch: Batch | StepSlots, owners: Owners, num_steps: int, *, compares: bool = False) -> None:
+def warm_up(step: Step, batch: StepSlots, owners: Owners, num_steps: int, *, compares: bool = False) -> None:
     """Run a step under observation: hazards raise, and one-time initialization happens before the capture.
 
     A tensor that Python keeps from the first run has no owner in the second, and is refused. With `compares`, so are

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from graphdecode.buffers import Batch, StepSlots
+from graphdecode.buffers import StepSlots
 from graphdecode.graphs.errors import CaptureError, definition_of
 from graphdecode.graphs.inspect import nodes as cuda_nodes
 from graphdecode.graphs.inspect.observer import LastOperator
@@ -54,7 +54,7 @@ class CudaCapture:
         torch.cuda.empty_cache()
         _clear_workspaces()
 
-    def capture(self, step: Step, batch: Batch | StepSlots) -> torch.cuda.CUDAGraph:
+    def capture(self, step: Step, batch: StepSlots) -> torch.cuda.CUDAGraph:
         """Run a step on the stream, and return its graph; the process can continue after a CaptureError."""
         graph = torch.cuda.CUDAGraph(keep_graph=True)
         observer = LastOperator()
@@ -129,7 +129,7 @@ class CudaStepGraph(StepGraph):
         CaptureError: the step or its capture failed; the process can go on.
     """
 
-    def __init__(self, step: Step, batch: Batch | StepSlots, shared: CudaCapture, owners: Owners) -> None:
+    def __init__(self, step: Step, batch: StepSlots, shared: CudaCapture, owners: Owners) -> None:
         self._pool = shared.pool
         shared.clear()
         reserved = torch.cuda.memory_reserved(shared.device)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, UntypedStorage
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from graphdecode.buffers import Batch, StepSlots
+from graphdecode.buffers import StepSlots
 from graphdecode.graphs.errors import CaptureError, caller, definition_of
 from graphdecode.graphs.inspect.observer import (
     Given,
@@ -209,7 +209,7 @@ class RecordedStepGraph(StepGraph):
         CaptureError: the step does what no graph can replay, or raised an error.
     """
 
-    def __init__(self, step: Step, batch: Batch | StepSlots, owners: Owners, blocks: list[Tensor]) -> None:
+    def __init__(self, step: Step, batch: StepSlots, owners: Owners, blocks: list[Tensor]) -> None:
         had, began, is_first = sum(block.nbytes for block in blocks), time.perf_counter(), not blocks
         trace: list[Call] | None = None
         for _ in range(2):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from graphdecode.buffers import LIVE_ROWS, Batch, StepBuffers, StepSlots
+from graphdecode.buffers import LIVE_ROWS, StepBuffers, StepSlots
 from graphdecode.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ Step = Callable[[Any], Any]
 Replay = Callable[[], None]
 
 
-def run(step: Callable[[Any], Any], batch: Batch | StepSlots) -> Any:
+def run(step: Callable[[Any], Any], batch: StepSlots) -> Any:
     """Run a step eagerly and return its result."""
     with torch.no_grad():
         return step(batch)

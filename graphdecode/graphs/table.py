@@ -12,16 +12,17 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import torch
 from tqdm import tqdm
 
 from graphdecode.buckets import KINDS, BucketLadder, ShapeLadder, StepShape
-from graphdecode.buffers import Batch, FrozenError, StepBuffers, StepSlots
+from graphdecode.buffers import FrozenError, StepBuffers, StepSlots
 from graphdecode.errors import ArgumentError
 from graphdecode.graphs.backend import Backend, StalePointer
 from graphdecode.graphs.errors import CaptureError
 from graphdecode.graphs.inspect.picture import to_dot, to_svg
 from graphdecode.graphs.report import BucketReport, GraphReport
-from graphdecode.graphs.step_graph import Loop, LoopControl, Ready, Step, StepGraph, check_arguments, no_row_live, run
+from graphdecode.graphs.step_graph import Loop, LoopControl, Ready, Step, StepGraph, check_arguments, no_row_live
 
 CAPTURE_TIMES = ("startup", "idle", "first-use")
 _WITHOUT_GRAPHS = {"prompts": "prompts are computed without graphs", "mixed": "prompts are computed by themselves"}
@@ -174,7 +175,7 @@ class GraphTable:
         # the pages of the last prompts may have other owners now
         return no_row_live(*[self.buffers] * bool(shape.rows), *[self.prompts] * bool(shape.prompt_tokens))
 
-    def _arguments_of(self, shape: StepShape) -> tuple[Step, Batch | StepSlots, Step | None, LoopControl | None]:
+    def _arguments_of(self, shape: StepShape) -> tuple[Step, StepSlots, Step | None, LoopControl | None]:
         """Return a shape's step, its batch, what runs after the step, and the control of its loop."""
         narrowed = self.buffers.narrow(shape.rows) if shape.rows else self.prompts.narrow(shape.prompt_tokens)
         step = functools.partial(self._step, shape)
@@ -344,7 +345,8 @@ class GraphTable:
             self.buffers.set_live_rows(shape.rows)
         largest = StepShape(self.buffers.max_batch_size if shape.rows else 0, 1, self.prompts.max_batch_size)
         self._reports.setdefault(largest, BucketReport.of(largest, "eager")).eager_runs += 1
-        return run(lambda _: step(), Batch(shape.rows, {}))
+        with torch.no_grad():
+            return step()
 
     def can_mix(self, rows: int, prompt_tokens: int) -> bool:
         """Whether to put prompts into a step of some rows.
@@ -442,7 +444,7 @@ class GraphManager(GraphTable):
         options |= {"constants": constants, "backend": backend, "warmup_steps": warmup_steps}
 
         @functools.wraps(step)  # errors name its line
-        def of_shape(_: StepShape, batch: Batch | StepSlots) -> Any:
+        def of_shape(_: StepShape, batch: StepSlots) -> Any:
             return step(batch)
 
         super().__init__(of_shape, buffers, shapes, **options)

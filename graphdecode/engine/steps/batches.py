@@ -68,40 +68,24 @@ class DecodeBatch(DecodeInputs):
     @property
     def sampling(self) -> SamplingSlots:
         """The rows' sampling parameters."""
-        return SamplingSlots(*(getattr(self, name) for name in SamplingSlots._fields))  # see `sampling_slots`
+        return self.record(SamplingSlots)  # see `sampling_slots`
 
     @property
     def logprobs(self) -> LogprobOutputs:
         """The outputs of log-probabilities."""
-        return LogprobOutputs(self.sampled_logprob, self.sampled_rank, self.top_logprobs, self.top_ids)
+        return self.record(LogprobOutputs)
 
     @property
     def advance_state(self) -> AdvanceState:
         """What the end of a step changes."""
-        return AdvanceState(
-            tokens=self.tokens,
-            pre_step_seqlens=self.pre_step_seqlens,
-            finished=self.finished,
-            step_index=self.step_index,
-            running=self.running,
-            ring_tokens=self.ring_tokens,
-            token_counts=self.token_counts,
-            ring_logprob=self.ring_logprob,
-            ring_rank=self.ring_rank,
-            ring_top_logprobs=self.ring_top_logprobs,
-            ring_top_ids=self.ring_top_ids,
-            recent_tokens=self.recent_tokens,
-        )
+        return self.record(AdvanceState)
 
     @property
     def guides(self) -> Guides | None:
         """The rows' automata; None if there are no tables."""
-        classes, following = self.automaton_classes, self.automaton_next
-        masks, ends = self.automaton_masks, self.automaton_ends
-        if classes is None or following is None or masks is None or ends is None:
+        if self.automaton_next is None:
             return None
-        mask = self.sampling.token_mask
-        return Guides(self.automaton_state, mask, self.automaton, classes, following, masks, ends)
+        return self.record(Guides, next_mask=self.sampling.token_mask)
 
 
 @dataclass(kw_only=True)
@@ -124,21 +108,4 @@ class SpeculativeBatch(DecodeBatch):
     @property
     def draft_rows(self) -> DraftRows:
         """What verification reads and writes."""
-        return DraftRows(
-            tokens=self.tokens,
-            pre_step_seqlens=self.pre_step_seqlens,
-            last_position=self.sampling.last_position,
-            live_rows=self.live_rows,
-            step_index=self.step_index,
-            ring_tokens=self.ring_tokens,
-            drafts=self.drafts,
-            match_lengths=self.match_lengths,
-            num_drafts=self.num_drafts,
-            draft_limit=self.draft_limit,
-            finished=self.finished,
-            active_rows=self.active_rows,
-            running=self.running,
-            step_entries=self.step_entries,
-            history=self.history,
-            ring_drafts=self.ring_drafts,
-        )
+        return self.record(DraftRows)

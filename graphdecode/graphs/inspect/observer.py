@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from graphdecode.buffers import Batch, StepSlots
+from graphdecode.buffers import StepSlots
 from graphdecode.errors import GraphdecodeError
 from graphdecode.graphs.errors import CaptureError, Refuse, caller, definition_of
 from graphdecode.graphs.inspect.owners import (
@@ -374,7 +374,7 @@ def _watched_class(kind: Any) -> Any:
     return type(f"Watched{kind.__name__}", (_Watched, kind), {})
 
 
-def watched(batch: Batch | StepSlots, refuse: Refuse) -> Any:
+def watched(batch: StepSlots, refuse: Refuse) -> Any:
     """Return a batch of aliases, of the same class, that refuses to rebind slots."""
     aliases = {k: v.detach() if isinstance(v, Tensor) else v for k, v in vars(batch).items()}
     kind: Any = type(batch)
@@ -384,7 +384,7 @@ def watched(batch: Batch | StepSlots, refuse: Refuse) -> Any:
 
 
 @contextmanager
-def observed(observer: StepObserver, batch: Batch | StepSlots, *, step: Any = None) -> Iterator[Any]:
+def observed(observer: StepObserver, batch: StepSlots, *, step: Any = None) -> Iterator[Any]:
     """Observe the step that runs over the yielded batch; afterwards, refuse writes by no operator of its thread.
 
     `step` is for their file and line.
