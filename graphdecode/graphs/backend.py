@@ -15,7 +15,7 @@ from graphdecode.graphs.cuda import CudaCapture, CudaStepGraph
 from graphdecode.graphs.cuda_loop import CudaLoops
 from graphdecode.graphs.inspect.observer import StepObserver, observed
 from graphdecode.graphs.inspect.owners import Owners
-from graphdecode.graphs.inspect.trace import Call, NumberTracer, compare, raise_first
+from graphdecode.graphs.inspect.trace import Call, Tracer, compare, raise_first
 from graphdecode.graphs.recorded import RecordedStepGraph
 from graphdecode.graphs.step_graph import HostLoop, LoopControl, Ready, Step, StepGraph, StepLoop, run
 
@@ -165,16 +165,14 @@ def warm_up(step: Step, batch: StepSlots, owners: Owners, num_steps: int, *, com
     A tensor that Python keeps from the first run has no owner in the second, and is refused. With `compares`, so are
     numbers that differ between the last two runs; if the first differs from the second, there is a third.
     """
-    observer = NumberTracer(owners) if compares else StepObserver(owners)
     traces: list[list[Call]] = []
 
     def observe() -> None:
-        observer.made.clear()
+        observer = Tracer(owners) if compares else StepObserver(owners)
         with observed(observer, batch, step=step) as watched:
             step(watched)
-        if isinstance(observer, NumberTracer):
+        if isinstance(observer, Tracer):
             traces.append(observer.trace)
-            observer.trace = []
 
     for _ in range(num_steps):
         observe()

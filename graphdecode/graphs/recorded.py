@@ -21,7 +21,6 @@ from graphdecode.graphs.errors import CaptureError, caller, definition_of
 from graphdecode.graphs.inspect.observer import (
     Given,
     Schema,
-    StepObserver,
     flattened,
     mapped,
     observed,
@@ -29,7 +28,7 @@ from graphdecode.graphs.inspect.observer import (
     values_of,
 )
 from graphdecode.graphs.inspect.owners import Known, Owners, placed, storage_address, storage_key
-from graphdecode.graphs.inspect.trace import Call, compare, numbers_of, raise_first
+from graphdecode.graphs.inspect.trace import Call, Tracer, compare, raise_first
 from graphdecode.graphs.step_graph import Argument, Node, Step, StepGraph
 from graphdecode.kernels.native.library import NativeCall, NativeSequence, joined
 from graphdecode.kernels.native.registration import bind
@@ -79,14 +78,13 @@ class ReusedMemory:
         return any(not storage.expired() for storage, _ in self._in_use)
 
 
-class Recorder(StepObserver):
+class Recorder(Tracer):
     """Records operators as a flat list of calls without arguments, and skips those whose values nobody needs."""
 
     binds_own = True
 
     def __init__(self, owners: Owners, blocks: list[Tensor], *, is_traced: bool = False) -> None:
         super().__init__(owners)
-        self.trace: list[Call] = []  # if it is traced
         self._is_traced = is_traced
         self.calls: list[Callable[[], Any]] = []
         self.memory = ReusedMemory(blocks)  # for intermediates
@@ -112,7 +110,7 @@ class Recorder(StepObserver):
     def seen(self, schema: Schema, args: tuple, kwargs: dict, given: Sequence[Given], result: Any) -> None:
         """Record a call that repeats the operator over the same memory."""
         if self._is_traced:
-            self.trace.append((schema.overload, numbers_of(self, args, kwargs, given), caller()))
+            super().seen(schema, args, kwargs, given, result)
         if schema.name in _UNINITIALIZED or schema.reshapes:
             return
         new: list[Tensor] = []

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from graphdecode.buffers import StepBuffers
 from graphdecode.graphs.errors import CaptureError, Refuse, caller, definition_of
-from graphdecode.graphs.inspect.observer import Given, Schema, StepObserver, mapped, observed
-from graphdecode.graphs.inspect.owners import Owners, storage_key
-from graphdecode.graphs.inspect.trace import Call, compare
+from graphdecode.graphs.inspect.observer import Given, Schema, StepObserver, observed
+from graphdecode.graphs.inspect.owners import Owners
+from graphdecode.graphs.inspect.trace import Tracer, compare
 from graphdecode.graphs.step_graph import Step, check_arguments, slots_restored
 
 # magnitudes of hostile values: finite in float16, as masks may multiply; one is small, as a step may saturate
@@ -26,28 +26,6 @@ _MORE_THAN_A_RACE = 4.0  # rows that are mixed differ more than repetitions do
 _EXPLAIN_DIFFERENCES = {"host-read", "data-dependent-shape", "failed"}
 
 _Location = tuple[str | None, int | None]
-
-
-# values that are compared; others (script objects, generators) are the same object or not
-_PLAIN = (int, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
-
-
-class _Object:
-    """An object, kept alive, and equal to itself alone; torch wraps a script object anew for each call."""
-
-    def __init__(self, value: Any) -> None:
-        self._value = value
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Object) and hash(self) == hash(other)
-
-    def __hash__(self) -> int:
-        return hash(self._value) if isinstance(self._value, torch.ScriptObject) else id(self._value)
-
-    def __str__(self) -> str:
-        return f"an object of {type(self._value).__name__}"
-
-    __repr__ = __str__
 
 
 @dataclass(frozen=True)
@@ -104,7 +82,7 @@ def check(
             if seed and between_steps is not None:
                 between_steps()
             _fill(buffers, seed)
-            tracer = _Tracer(owners, collect)
+            tracer = Tracer(owners, collect)
             lost.append(_run(step, buffers, tracer))
             traces.append(tracer.trace)
     if not any(finding.kind in _EXPLAIN_DIFFERENCES for finding in findings.values()):
@@ -119,34 +97,7 @@ def check(
     return list(findings.values())
 
 
-class _Tracer(StepObserver):
-    """Collects hazards and a trace of operators."""
-
-    def __init__(self, owners: Owners, refuse: Refuse) -> None:
-        super().__init__(owners, refuse)
-        self.trace: list[Call] = []
-        self._places: dict[int | None, str] = {}
-
-    def seen(self, schema: Schema, args: tuple, kwargs: dict, given: Sequence[Given], result: Any) -> None:
-        """Add the operator with its arguments and results to the trace."""
-        values = mapped(self._describe, (args, kwargs, result))
-        self.trace.append((schema.overload, values, caller()))
-
-    def _describe(self, value: Any) -> Any:
-        if isinstance(value, float):
-            return repr(value)  # NaN equals NaN
-        if not isinstance(value, Tensor):
-            return value if isinstance(value, _PLAIN) else _Object(value)
-        key = storage_key(value)
-        if key is None:
-            return f"opaque {list(value.shape)}"
-        if key in self.literals:
-            return repr(self.literals[key].item())
-        place = self.owner_of(value) or self._places.setdefault(key, f"intermediate {len(self._places)}")
-        return f"{place} {list(value.shape)} {value.dtype}, offset {value.storage_offset()}, strides {value.stride()}"
-
-
-def _run(step: Step, buffers: StepBuffers, tracer: _Tracer) -> CaptureError | None:
+def _run(step: Step, buffers: StepBuffers, tracer: Tracer) -> CaptureError | None:
     """Run the step; return why its result is lost, if it is."""
     lost = None
     addresses = {name: tensor.data_ptr() for name, tensor in buffers.tensors.items()}

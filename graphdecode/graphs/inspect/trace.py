@@ -5,43 +5,62 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from graphdecode.graphs.errors import CaptureError, Refuse, caller
-from graphdecode.graphs.inspect.observer import Given, Schema, StepObserver, flattened
-from graphdecode.graphs.inspect.owners import storage_key
+from graphdecode.graphs.inspect.observer import Given, Schema, StepObserver, mapped
+from graphdecode.graphs.inspect.owners import Owners, storage_key
 
-# an operator; what of its arguments and results is compared; file and line
+# an operator; its arguments and results; file and line
 Call = tuple[str, Any, tuple[str | None, int | None]]
+# values that are compared; others (script objects, generators) are the same object or not
+_PLAIN = (int, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 
-def numbers_of(observer: StepObserver, args: tuple, kwargs: dict, given: Sequence[Given]) -> list[Any]:
-    """Return the numbers and texts among an operator's arguments, and which slots and constants are there.
+class _Object:
+    """An object, kept alive, and equal to itself alone; torch wraps a script object anew for each call."""
 
-    Of floats it is their text, since NaN equals NaN.
-    """
-    found: list[Any] = [observer.owner_of(tensor) for _, tensor, _, key in given if key not in observer.made]
-    for leaf in flattened([args, kwargs]):
-        if isinstance(leaf, Tensor):
-            if observer.literals and (literal := observer.literals.get(storage_key(leaf))) is not None:
-                found.append(repr(literal.item()))
-        elif isinstance(leaf, float):
-            found.append(repr(leaf))
-        elif isinstance(leaf, (int, complex, str)):
-            found.append(leaf)
-    return found
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Object) and hash(self) == hash(other)
+
+    def __hash__(self) -> int:
+        return hash(self._value) if isinstance(self._value, torch.ScriptObject) else id(self._value)
+
+    def __str__(self) -> str:
+        return f"an object of {type(self._value).__name__}"
+
+    __repr__ = __str__
 
 
-class NumberTracer(StepObserver):
-    """Collects the numbers of each operator of a run."""
+class Tracer(StepObserver):
+    """Collects a trace of operators, in which values and layouts are as they will be in another run."""
 
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
+    def __init__(self, owners: Owners, collect: Refuse | None = None) -> None:
+        super().__init__(owners, collect)
         self.trace: list[Call] = []
+        self._intermediates: dict[int | None, str] = {}
 
     def seen(self, schema: Schema, args: tuple, kwargs: dict, given: Sequence[Given], result: Any) -> None:
-        """Add the operator to the trace."""
-        self.trace.append((schema.overload, numbers_of(self, args, kwargs, given), caller()))
+        """Add the operator with its arguments and results to the trace."""
+        self.trace.append((schema.overload, mapped(self._describe, (args, kwargs, result)), caller()))
+
+    def _describe(self, value: Any) -> Any:
+        if isinstance(value, float):
+            return repr(value)  # NaN equals NaN
+        if not isinstance(value, Tensor):
+            return value if isinstance(value, _PLAIN) else _Object(value)
+        key = storage_key(value)
+        if key is None:
+            return f"opaque {list(value.shape)}"
+        if key in self.literals:
+            return repr(self.literals[key].item())
+        name = self.owner_of(value)
+        name = name or self._intermediates.setdefault(key, f"intermediate {len(self._intermediates)}")
+        return f"{name} {list(value.shape)} {value.dtype}, offset {value.storage_offset()}, strides {value.stride()}"
 
 
 def compare(first: Sequence[Call], second: Sequence[Call], *, refuse: Refuse) -> None:
