@@ -15,7 +15,7 @@ from graphdecode.graphs.cuda import CudaCapture, CudaStepGraph
 from graphdecode.graphs.cuda_loop import CudaLoops
 from graphdecode.graphs.inspect.observer import StepObserver, observed
 from graphdecode.graphs.inspect.owners import Owners
-from graphdecode.graphs.inspect.trace import Call, Tracer, compare, raise_first
+from graphdecode.graphs.inspect.trace import Call, StepTracer, compare, raise_first
 from graphdecode.graphs.recorded import RecordedStepGraph
 from graphdecode.graphs.step_graph import HostLoop, LoopControl, Ready, Step, StepGraph, StepLoop, run
 
@@ -168,10 +168,10 @@ def warm_up(step: Step, batch: StepSlots, owners: Owners, num_steps: int, *, com
     traces: list[list[Call]] = []
 
     def observe() -> None:
-        observer = Tracer(owners) if compares else StepObserver(owners)
+        observer = StepTracer(owners) if compares else StepObserver(owners)
         with observed(observer, batch, step=step) as watched:
             step(watched)
-        if isinstance(observer, Tracer):
+        if isinstance(observer, StepTracer):
             traces.append(observer.trace)
 
     for _ in range(num_steps):

@@ -28,7 +28,7 @@ from graphdecode.graphs.inspect.observer import (
     values_of,
 )
 from graphdecode.graphs.inspect.owners import Known, Owners, placed, storage_address, storage_key
-from graphdecode.graphs.inspect.trace import Call, Tracer, compare, raise_first
+from graphdecode.graphs.inspect.trace import Call, StepTracer, compare, raise_first
 from graphdecode.graphs.step_graph import Argument, Node, Step, StepGraph
 from graphdecode.kernels.native.library import NativeCall, NativeSequence, joined
 from graphdecode.kernels.native.registration import bind
@@ -78,7 +78,7 @@ class ReusedMemory:
         return any(not storage.expired() for storage, _ in self._in_use)
 
 
-class Recorder(Tracer):
+class Recorder(StepTracer):
     """Records operators as a flat list of calls without arguments, and skips those whose values nobody needs."""
 
     binds_own = True

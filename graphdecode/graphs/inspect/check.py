@@ -16,7 +16,7 @@ from graphdecode.buffers import StepBuffers
 from graphdecode.graphs.errors import CaptureError, Refuse, caller, definition_of
 from graphdecode.graphs.inspect.observer import Given, Schema, StepObserver, observed
 from graphdecode.graphs.inspect.owners import Owners
-from graphdecode.graphs.inspect.trace import Tracer, compare
+from graphdecode.graphs.inspect.trace import StepTracer, compare
 from graphdecode.graphs.step_graph import Step, check_arguments, slots_restored
 
 # magnitudes of hostile values: finite in float16, as masks may multiply; one is small, as a step may saturate
@@ -82,7 +82,7 @@ def check(
             if seed and between_steps is not None:
                 between_steps()
             _fill(buffers, seed)
-            tracer = Tracer(owners, collect)
+            tracer = StepTracer(owners, collect)
             lost.append(_run(step, buffers, tracer))
             traces.append(tracer.trace)
     if not any(finding.kind in _EXPLAIN_DIFFERENCES for finding in findings.values()):
@@ -97,7 +97,7 @@ def check(
     return list(findings.values())
 
 
-def _run(step: Step, buffers: StepBuffers, tracer: Tracer) -> CaptureError | None:
+def _run(step: Step, buffers: StepBuffers, tracer: StepTracer) -> CaptureError | None:
     """Run the step; return why its result is lost, if it is."""
     lost = None
     addresses = {name: tensor.data_ptr() for name, tensor in buffers.tensors.items()}

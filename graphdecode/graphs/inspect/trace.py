@@ -36,7 +36,7 @@ class _Object:
     __repr__ = __str__
 
 
-class Tracer(StepObserver):
+class StepTracer(StepObserver):
     """Collects a trace of operators, in which values and layouts are as they will be in another run."""
 
     def __init__(self, owners: Owners, collect: Refuse | None = None) -> None:
