@@ -6,7 +6,7 @@ import timeit
 import numpy as np
 import pytest
 import torch
-from planted import Fault
+from faults import Fault, with_attributes
 
 from graphdecode.cache import (
     CacheFullError,
@@ -516,18 +516,25 @@ def test_a_row_starts_from_the_state_of_its_own_tokens(seed: int) -> None:
     assert live_with_checkpoints(seed) > 0
 
 
-@pytest.mark.parametrize(
-    "fault",
-    [
-        Fault(PagedKVCache, "save_state", "length // self.page_size - 1", "length // self.page_size - 2"),
-        Fault(PagedKVCache, "save_state", "length % self.checkpoint_tokens", "False"),
-        Fault(PagedKVCache, "restore_state", "digests[-1]", "digests[0]"),
-        Fault(PrefixIndex, "find", "found[border - 1]", "found[border - 2]"),
-        Fault(PrefixIndex, "new_checkpoint", "self._free_checkpoints.pop()", "0"),
-    ],
-    ids=str,
-)
-def test_a_fault_of_checkpoints_is_seen(fault: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
-    fault.plant(monkeypatch)
+DIGESTS = (PageLedger, "digests_of")
+FAULTS = {
+    "a state is saved behind the page before": Fault(
+        *DIGESTS, lambda right, *given: [b"", *right(*given)[:-1]], during=(PagedKVCache, "save_state")
+    ),
+    "a state is saved between checkpoints": Fault(PagedKVCache, "save_state", with_attributes(checkpoint_tokens=1)),
+    "the state of the first page is restored": Fault(
+        *DIGESTS, lambda right, *given: right(*given)[::-1], during=(PagedKVCache, "restore_state")
+    ),
+    "a prefix is found past its checkpoint": Fault(PrefixIndex, "find", with_attributes(_checkpoints=None)),
+    "all states are saved in one row": Fault(
+        PrefixIndex, "new_checkpoint", lambda right, *given: None if right(*given) is None else 0
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_of_checkpoints_is_caught(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    FAULTS[fault].plant(monkeypatch)
     with pytest.raises((AssertionError, KeyError, IndexError)):
         list(map(live_with_checkpoints, range(10)))

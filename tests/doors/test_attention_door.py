@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from planted import changed_copy, run_copy
+from changed_copy import changed_copy, run_copy
 
 # a toy: a number is added to the logits of keys, but to no sink; file -> what stands there once, and what it becomes
 TOY = {

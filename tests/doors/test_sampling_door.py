@@ -5,7 +5,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from planted import changed_copy, run_copy
+from changed_copy import changed_copy, run_copy
 
 PARAM = """    toy_p: float = _param(0.0, number(0, 1), "A toy.")
 """

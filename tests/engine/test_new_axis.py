@@ -2,7 +2,8 @@
 
 from pathlib import Path
 
-from planted import changed_copy, run_copy
+import pytest
+from changed_copy import changed_copy, run_copy
 
 # a toy: launches of two rows take the least likely tokens; for each file lines, and what stands there with it
 AXIS = {
@@ -31,6 +32,7 @@ with LLM("demo", config=config, device="cpu") as llm:
 """
 
 
+@pytest.mark.slow
 def test_a_new_axis_touches_three_files(tmp_path: Path) -> None:
     changed_copy(tmp_path, {f"graphdecode/{name}": [*changes.items()] for name, changes in AXIS.items()})
     run_copy(tmp_path, "-c", GENERATE, GRAPHDECODE_NATIVE="0")  # there is nothing to compile

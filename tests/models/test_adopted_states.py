@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from driven_decoder import DrivenDecoder
-from planted import Fault
+from faults import Fault, dropped
 from transformers import (
     AutoModelForCausalLM,
     MiniMaxConfig,
@@ -25,7 +25,6 @@ from graphdecode.graphs import check
 from graphdecode.models import UnsupportedModelError, describe_model, load_model
 from graphdecode.models.forward_context import StateStep, Tokens
 from graphdecode.models.transformers_backend import ModuleDecoder
-from graphdecode.models.transformers_backend.states import ModuleStates
 
 NEW_TOKENS = 32  # so that the first of nine prompts still decodes when the last has come in chunks of 7
 PARAMS = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True)
@@ -106,18 +105,22 @@ def test_drafts_loops_and_prefixes_change_no_token(adopted: Callable[[str], Adop
             assert llm.stats.speculation.drafted > 0
 
 
-@pytest.mark.parametrize(
-    "fault",
-    [
-        Fault(StateStep, "load", ".masked_fill(is_new, 0.0)", ""),
-        Fault(Tokens, "steps", "count if self.in_chunks else queries", "queries"),
-        Fault(ModuleStates, "_run", "step.store(self._tensor(layer, name), values)", "pass"),
-    ],
-    ids=str,
-)
-def test_a_fault_of_states_is_seen_in_tokens(adopted, monkeypatch, fault):
+FAULTS = {
+    "a new sequence begins with an old state": Fault(
+        StateStep, "load", lambda right, self, state: right(self._replace(is_new=torch.zeros_like(self.is_new)), state)
+    ),
+    "all tokens of a chunk advance one state at once": Fault(
+        Tokens, "steps", lambda right, self, *given: right(self._replace(in_chunks=None), *given)
+    ),
+    "states are not stored": Fault(StateStep, "store", dropped),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_of_states_is_caught(adopted, monkeypatch, fault):
     expected = adopted("jamba").expected
-    fault.plant(monkeypatch)
+    FAULTS[fault].plant(monkeypatch)
     with engine(adopted("jamba").folder) as llm:
         assert tokens_of(llm, prompts()) != expected
 

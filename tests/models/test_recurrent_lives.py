@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 import torch
 from compiled_kernels import compiled_or_gpu
+from faults import Fault, dropped, returns
 from known_models import sizes
-from planted import Fault
 from test_against_transformers import NEAR_TIE, assert_greedy
 from transformers import AutoModelForCausalLM
 
 from graphdecode import LLM, BucketConfig, EngineConfig, SamplingParams
 from graphdecode.cache import PagedKVCache
+from graphdecode.cache.ledger import PageLedger
 from graphdecode.engine.capacity import plan_capacity, state_bytes_of
-from graphdecode.engine.loop import EngineLoop
 from graphdecode.engine.outputs import OutputProcessor
 from graphdecode.engine.prompt_scheduler import PromptScheduler
 from graphdecode.engine.scheduler import Scheduler
@@ -176,19 +176,34 @@ def test_drafts_change_no_bit(engines_of: Callable[[str], Engines], name: str, s
     assert drafted > accepted > 0
 
 
+def scan_each_query(right: Callable[..., Any], *given: Any) -> Any:
+    inputs = right(*given)
+    inputs.scan_rows = inputs.rows
+    return inputs
+
+
+def commit(change: Callable[[torch.Tensor], torch.Tensor]) -> Fault:
+    """Commit the states after other numbers of accepted drafts."""
+    return Fault(
+        SpeculativeStep,
+        "_commit_states",
+        lambda right, step, batch, accepted, queries: right(step, batch, change(accepted), queries),
+    )
+
+
+DRAFT_FAULTS = {
+    "states behind accepted drafts are lost": commit(torch.zeros_like),
+    "the state behind a draft that was refused is kept": commit(lambda accepted: accepted + 1),
+    "queries of a row do not advance one state": Fault(SpeculativeStep, "_inputs_of_queries", scan_each_query),
+}
+
+
 @compiled_or_gpu
-@pytest.mark.parametrize(
-    "fault",
-    [
-        Fault(SpeculativeStep, "_commit_states", "+ accepted", ""),
-        Fault(SpeculativeStep, "_inputs_of_queries", "inputs.rows // queries", "inputs.rows"),
-        Fault(SpeculativeStep, "_verify", "before - 1", "before"),
-    ],
-    ids=str,
-)
-def test_a_fault_of_states_behind_drafts_is_seen(engines_of, monkeypatch, fault):
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", DRAFT_FAULTS)
+def test_a_fault_of_states_behind_drafts_is_caught(engines_of, monkeypatch, fault):
     engines = engines_of("mamba2")
-    fault.plant(monkeypatch)
+    DRAFT_FAULTS[fault].plant(monkeypatch)
     with engines.make(**DRAFTING) as llm, pytest.raises(AssertionError):
         live(llm, engines.alone, random.Random(5))
 
@@ -251,22 +266,37 @@ def test_a_shared_prefix_changes_no_token(checkpoint, monkeypatch, name):
     check_shared(checkpoint(name))
 
 
-@pytest.mark.parametrize(
-    "fault",
-    [
-        Fault(PagedKVCache, "save_state", "length // self.page_size - 1", "length // self.page_size - 2"),
-        Fault(PagedKVCache, "_copy_state", "if is_restored else (row, kept)", "if not is_restored else (row, kept)"),
-        Fault(Scheduler, "_take_chunk", "if border is not None", "if False"),
-        Fault(Scheduler, "_admit", "self.cache.restore_state(sequence.request_id)", "pass"),
-        Fault(Scheduler, "saves_last", "border is not None", "False"),
-        Fault(PromptScheduler, "save_mixed", "self._scheduler.save_states(self._mixed)", "pass"),
-    ],
-    ids=str,
-)
-def test_a_fault_of_checkpoints_is_seen_in_tokens(checkpoint, monkeypatch, fault):
+def take_past_checkpoints(right: Callable[..., int], scheduler: Scheduler, *given: Any) -> int:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(scheduler.cache, "checkpoint_tokens", None)
+        return right(scheduler, *given)
+
+
+CHECKPOINT_FAULTS = {
+    "a state is saved behind the page before": Fault(
+        PageLedger,
+        "digests_of",
+        lambda right, *given: [b"", *right(*given)[:-1]],
+        during=(PagedKVCache, "save_state"),
+    ),
+    "a state is restored from where it is to go": Fault(
+        PagedKVCache,
+        "_copy_state",
+        lambda right, *given, is_restored: right(*given, is_restored=not is_restored),
+    ),
+    "a chunk goes past a checkpoint": Fault(Scheduler, "_take_chunk", take_past_checkpoints),
+    "no state is restored": Fault(PagedKVCache, "restore_state", dropped),
+    "a step follows before the last state is saved": Fault(Scheduler, "saves_last", returns(False)),
+    "states of mixed steps are not saved": Fault(PromptScheduler, "save_mixed", dropped),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", CHECKPOINT_FAULTS)
+def test_a_fault_of_checkpoints_is_caught(checkpoint, monkeypatch, fault):
     monkeypatch.setattr(step_module, "CACHED_BYTES", 0)
     monkeypatch.setattr(Scheduler, "save_state", lambda *_: None)  # of decode steps, which leave the same ones
-    fault.plant(monkeypatch)
+    CHECKPOINT_FAULTS[fault].plant(monkeypatch)
     with pytest.raises((AssertionError, KeyError)):
         check_shared(checkpoint("mamba2"))
 
@@ -294,19 +324,27 @@ def test_an_output_is_a_prefix_of_the_next_turn(checkpoint, name, steps_per_laun
     check_turns(checkpoint(name), steps_per_launch, lookahead)
 
 
-@pytest.mark.parametrize(
-    "fault",
-    [
-        Fault(StateCheckpoints, "steps_left", "- max(self.tokens_past(sequences, in_flight))", ""),
-        Fault(EngineLoop, "step", "= 0 not in", "= True or 0 not in"),
-        Fault(OutputProcessor, "accept", "and is_last", ""),
+class NeverZero(list):
+    def __contains__(self, _value: object) -> bool:
+        return False
+
+
+LOOKS_PAST = Fault(StateCheckpoints, "tokens_past", lambda right, *given: NeverZero(right(*given)))
+TURN_FAULTS = {
+    "a launch goes past a checkpoint": [Fault(StateCheckpoints, "steps_left", returns(16))],
+    "the next launch follows before the state is saved": [LOOKS_PAST],
+    "a state is saved that the next launch has changed": [
+        LOOKS_PAST,
+        Fault(OutputProcessor, "accept", lambda right, *given, is_last: right(*given, is_last=True)),
     ],
-    ids=str,
-)
-def test_a_fault_of_borders_in_steps_is_seen(checkpoint, monkeypatch, fault):
-    fault.plant(monkeypatch)
-    if fault.name == "accept":  # where launches do not end at borders
-        Fault(EngineLoop, "step", "= 0 not in", "= True or 0 not in").plant(monkeypatch)
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", TURN_FAULTS)
+def test_a_fault_of_checkpoints_in_steps_is_caught(checkpoint, monkeypatch, fault):
+    for each in TURN_FAULTS[fault]:
+        each.plant(monkeypatch)
     with pytest.raises(AssertionError):
         check_turns(checkpoint("mamba2"), 3, 1)
 
