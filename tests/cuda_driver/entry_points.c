@@ -39,6 +39,8 @@ typedef void (*Call)(void);
     X("cuFuncGetParamInfo", 12040, function_get_parameter)                                                                    \
     X("cuKernelGetParamInfo", 12040, kernel_get_parameter)                                                                    \
     X("cuLaunchKernel", 4000, launch_kernel)                                                                                  \
+    X("cuLaunchKernelEx", 11060, launch_kernel_with)                                                                          \
+    X("cuFuncSetAttribute", 9000, function_set_attribute)                                                                     \
     X("cuLaunchHostFunc", 10000, launch_host)                                                                                 \
     X("cuMemcpyAsync", 4000, memcpy_async)                                                                                    \
     X("cuMemsetD32Async", 3020, memset_async)                                                                                 \

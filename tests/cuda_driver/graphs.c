@@ -320,7 +320,10 @@ CUresult graph_get_edges(CUgraph handle, CUgraphNode *from, CUgraphNode *to, CUg
         for (size_t j = 0; j < graph->nodes[i]->num_after; j++, found++) {
             if (found >= room) continue;
             from[found] = graph->nodes[i]->after[j], to[found] = graph->nodes[i];
-            if (edges != NULL) memset(&edges[found], 0, sizeof *edges);
+            if (edges == NULL) continue;
+            memset(&edges[found], 0, sizeof *edges);
+            if (to[found]->kernel.starts_early && from[found]->type == CU_GRAPH_NODE_TYPE_KERNEL)
+                edges[found].type = CU_GRAPH_DEPENDENCY_TYPE_PROGRAMMATIC, edges[found].from_port = CU_GRAPH_KERNEL_NODE_PORT_PROGRAMMATIC;
         }
     *count = found;
     return CUDA_SUCCESS;

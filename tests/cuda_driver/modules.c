@@ -11,6 +11,8 @@
 #include <unistd.h>
 
 #define WORD sizeof(uint64_t)
+#define SHARED_UNASKED (48 << 10)
+#define MOST_SHARED (227 << 10)
 #define HOST_MACHINE_OF(header) ((header)->e_machine != 190) /* 190: EM_CUDA */
 
 /* Bytes of an ELF image, whose length nobody tells: its table of sections ends it. */
@@ -106,6 +108,15 @@ CUresult function_get_name(const char **name, CUfunction handle) {
     return name_of(name, handle, this_call);
 }
 
+CUresult function_set_attribute(CUfunction handle, CUfunction_attribute attribute, int value) {
+    ENTER("cuFuncSetAttribute");
+    TAKE(Function, function, handle, FUNCTION, CUDA_ERROR_INVALID_HANDLE);
+    bool is_possible = attribute == CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES && value >= 0 && value <= MOST_SHARED;
+    if (!is_possible) return CUDA_ERROR_INVALID_VALUE;
+    function->shared_bytes = (unsigned)value;
+    return CUDA_SUCCESS;
+}
+
 CUresult kernel_get_name(const char **name, CUkernel handle) {
     ENTER("cuKernelGetName");
     return name_of(name, handle, this_call);
@@ -157,6 +168,8 @@ bool launch_made(Launch *launch, Function *function, bool is_kernel, void **valu
     copy_values(launch, values);
     for (int i = 0; i < 3; i++)
         if (launch->grid[i] == 0 || launch->block[i] == 0) return false;
+    unsigned shared = function->shared_bytes > SHARED_UNASKED ? function->shared_bytes : SHARED_UNASKED;
+    if (launch->shared_bytes > shared || (launch->cluster > 0 && launch->grid[0] % launch->cluster != 0)) return false;
     return launch->grid[1] <= 65535 && launch->grid[2] <= 65535 &&
            (uint64_t)launch->block[0] * launch->block[1] * launch->block[2] <= 1024;
 }

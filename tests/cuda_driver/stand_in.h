@@ -74,6 +74,7 @@ typedef struct {
     void (*callback)(void **parameters);
     unsigned sizes[MOST_PARAMETERS];
     unsigned num_parameters;
+    unsigned shared_bytes; /* dynamic ones that a block may have, more than 48 KB only if asked for */
 } Function;
 
 typedef struct CUgraphNode_st Node;
@@ -92,6 +93,8 @@ typedef struct {
     Function *function;
     bool is_kernel; /* a CUkernel, not a CUfunction */
     unsigned grid[3], block[3], shared_bytes;
+    unsigned cluster; /* blocks of a cluster; 0: none */
+    bool starts_early; /* it may run beside the kernel before it */
     uint64_t *words; /* the parameters' values, each in as many words as it takes */
     void **values;   /* where in the words each parameter begins */
 } Launch;

@@ -319,21 +319,44 @@ static Node *alone(CUgraphNodeType type) {
     return node;
 }
 
-CUresult launch_kernel(CUfunction handle, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x, unsigned block_y,
-                       unsigned block_z, unsigned shared_bytes, CUstream stream_handle, void **values, void **extra) {
-    ENTER("cuLaunchKernel");
+static CUresult launched(const char *this_call, CUfunction handle, CUstream stream_handle, Launch launch, void **values) {
     TAKE(Function, function, handle, FUNCTION, CUDA_ERROR_INVALID_HANDLE);
     Stream *stream = stream_of(stream_handle, this_call);
     if (stream == NULL || stream->context != function->context) return CUDA_ERROR_INVALID_HANDLE;
     if (function->module != NULL && !function->module->object.is_alive) {
-        complain("cuLaunchKernel: the module of %s was unloaded", function->name);
+        complain("%s: the module of %s was unloaded", this_call, function->name);
         return CUDA_ERROR_INVALID_HANDLE;
     }
-    (void)extra;
     Node *node = alone(CU_GRAPH_NODE_TYPE_KERNEL);
-    node->kernel = (Launch){.grid = {grid_x, grid_y, grid_z}, .block = {block_x, block_y, block_z}, .shared_bytes = shared_bytes};
+    node->kernel = launch;
     if (!launch_made(&node->kernel, function, false, values)) return CUDA_ERROR_INVALID_VALUE;
     return enqueued_node(stream, node);
+}
+
+CUresult launch_kernel(CUfunction handle, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x, unsigned block_y,
+                       unsigned block_z, unsigned shared_bytes, CUstream stream, void **values, void **extra) {
+    ENTER("cuLaunchKernel");
+    (void)extra;
+    Launch launch = {.grid = {grid_x, grid_y, grid_z}, .block = {block_x, block_y, block_z}, .shared_bytes = shared_bytes};
+    return launched(this_call, handle, stream, launch, values);
+}
+
+CUresult launch_kernel_with(const CUlaunchConfig *config, CUfunction handle, void **values, void **extra) {
+    ENTER("cuLaunchKernelEx");
+    (void)extra;
+    Launch launch = {.grid = {config->gridDimX, config->gridDimY, config->gridDimZ},
+                     .block = {config->blockDimX, config->blockDimY, config->blockDimZ},
+                     .shared_bytes = config->sharedMemBytes};
+    for (unsigned i = 0; i < config->numAttrs; i++) {
+        const CUlaunchAttribute *given = &config->attrs[i];
+        if (given->id == CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION)
+            launch.starts_early = given->value.programmaticStreamSerializationAllowed != 0;
+        else if (given->id == CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION && given->value.clusterDim.y == 1 && given->value.clusterDim.z == 1)
+            launch.cluster = given->value.clusterDim.x;
+        else
+            return CUDA_ERROR_INVALID_VALUE;
+    }
+    return launched(this_call, handle, config->hStream, launch, values);
 }
 
 CUresult launch_host(CUstream stream_handle, CUhostFn function, void *data) {
