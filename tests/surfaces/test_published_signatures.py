@@ -1,4 +1,4 @@
-"""The published signatures, as text: names, order and defaults of ours begin as theirs."""
+"""Calls as older versions and published examples make them, and an example of each public name in the document."""
 
 import inspect
 import re
@@ -10,94 +10,31 @@ import graphdecode
 from graphdecode import BatchDecodeWithPagedKVCacheWrapper, InferenceParams, SlotKVCacheManager
 from graphdecode.surfaces import flashinfer, optimum_neuron, transformer_engine
 
-
-def parameters(text):
-    """Return (name, default) of each parameter of a published signature."""
-    scope = {"torch": __import__("torch"), "inspect": inspect}
-    exec(f"def published({text}): pass", scope)
-    return [(p.name, p.default) for p in inspect.signature(scope["published"]).parameters.values()]
-
-
-def of(function):
-    """Return the parameters of ours, without `self`, and how many of them are positional."""
-    found = [p for p in inspect.signature(function).parameters.values() if p.name != "self"]
-    positional = [p for p in found if p.kind is p.POSITIONAL_OR_KEYWORD]
-    return positional, found[len(positional) :]
-
-
 Wrapper = graphdecode.BatchDecodeWithPagedKVCacheWrapper
-Slots = graphdecode.SlotKVCacheManager
 
-PUBLISHED = {
-    "BatchDecodeWithPagedKVCacheWrapper": (
-        Wrapper.__init__,
-        "float_workspace_buffer, kv_layout='NHD', use_cuda_graph=False, use_tensor_cores=False, "
-        "paged_kv_indptr_buffer=None, paged_kv_indices_buffer=None, paged_kv_last_page_len_buffer=None, "
-        "backend='auto', jit_args=None",
+# positional parameters of older versions, or of methods that those of today make of others: with a default where `=` is
+OLDER = {
+    Wrapper.plan: (
+        "indptr, indices, last_page_len, num_qo_heads, num_kv_heads, head_dim, page_size, pos_encoding_mode=, "
+        "window_left=, logits_soft_cap=, q_data_type=, kv_data_type=, data_type=, sm_scale=, rope_scale=, rope_theta=, "
+        "non_blocking="
     ),
-    "plan": (
-        Wrapper.plan,
-        "indptr, indices, last_page_len, num_qo_heads, num_kv_heads, head_dim, page_size, pos_encoding_mode='NONE', "
-        "window_left=-1, logits_soft_cap=None, q_data_type='float16', kv_data_type=None, data_type=None, "
-        "sm_scale=None, rope_scale=None, rope_theta=None, non_blocking=True",
+    Wrapper.run: "q, paged_kv_cache, q_scale=, k_scale=, v_scale=, return_lse=",
+    Wrapper.run_return_lse: "q, paged_kv_cache, q_scale=, k_scale=, v_scale=",
+    SlotKVCacheManager.update_cache: (
+        "is_for_context_encoding, seq_ids, position_ids, new_key_values, seq_len, scatter_index=, active_mask=, "
+        "kvcache_buffer="
     ),
-    "run": (Wrapper.run, "q, paged_kv_cache, q_scale=None, k_scale=None, v_scale=None, return_lse=False"),
-    "run_return_lse": (Wrapper.run_return_lse, "q, paged_kv_cache, q_scale=None, k_scale=None, v_scale=None"),
-    "reset_workspace_buffer": (Wrapper.reset_workspace_buffer, "float_workspace_buffer, int_workspace_buffer"),
-    "CUDAGraphBatchDecodeWithPagedKVCacheWrapper": (
-        graphdecode.CUDAGraphBatchDecodeWithPagedKVCacheWrapper.__init__,
-        "workspace_buffer, indptr_buffer, indices_buffer, last_page_len_buffer, kv_layout='NHD', "
-        "use_tensor_cores=False",
-    ),
-    "single_decode_with_kv_cache": (
-        graphdecode.single_decode_with_kv_cache,
-        "q, k, v, kv_layout='NHD', pos_encoding_mode='NONE', use_tensor_cores=False, q_scale=None, k_scale=None, "
-        "v_scale=None, window_left=-1, logits_soft_cap=None, sm_scale=None, rope_scale=None, rope_theta=None, "
-        "return_lse=False",
-    ),
-    "append_paged_kv_cache": (
-        graphdecode.append_paged_kv_cache,
-        "append_key, append_value, batch_indices, positions, paged_kv_cache, kv_indices, kv_indptr, kv_last_page_len, "
-        "kv_layout='NHD'",
-    ),
-    "get_batch_indices_positions": (graphdecode.get_batch_indices_positions, "append_indptr, seq_lens, nnz"),
-    "get_seq_lens": (graphdecode.get_seq_lens, "kv_indptr, kv_last_page_len, page_size"),
-    "merge_state": (graphdecode.merge_state, "v_a, s_a, v_b, s_b"),
-    "merge_state_in_place": (graphdecode.merge_state_in_place, "v, s, v_other, s_other, mask=None"),
-    "merge_states": (graphdecode.merge_states, "v, s"),
-    "get_kv_by_layer_id": (Slots.get_kv_by_layer_id, "key_layer_idx, gather_index=None, slice_index=None"),
-    "get_cache": (Slots.get_cache, "seq_len, skip_slice=False"),
-    "update_cache": (
-        Slots.update_cache,
-        "is_for_context_encoding, seq_ids, position_ids, new_key_values, seq_len, scatter_index=None, "
-        "active_mask=None, kvcache_buffer=None",
-    ),
-    "InferenceParams": (
-        InferenceParams.__init__,
-        "max_batch_size, max_sequence_length, num_heads_kv=None, head_dim_k=None, dtype=None, head_dim_v=None, "
-        "is_paged=False, total_num_pages=None, page_size=None, max_ctx_len=None, qkv_format='bshd', "
-        "custom_cache_manager=None",
-    ),
-    "reset": (InferenceParams.reset, ""),
-    "allocate_memory": (InferenceParams.allocate_memory, "layer_number"),
-    "pre_step": (InferenceParams.pre_step, "step_dict"),
-    "step": (InferenceParams.step, "layer_number, new_k, new_v, qkv_format"),
-    "get_seqlens_pre_step": (InferenceParams.get_seqlens_pre_step, ""),
-    "convert_paged_to_nonpaged": (InferenceParams.convert_paged_to_nonpaged, "layer_number"),
 }
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_a_call_written_for_the_published_signature_means_the_same_here(name):
-    function, text = PUBLISHED[name]
-    positional, rest = of(function)
-    published = parameters(text)
-    assert [p.name for p in positional[: len(published)]] == [name for name, _ in published]
-    for ours, (_, default) in zip(positional, published, strict=False):
-        if default is not inspect.Parameter.empty:
-            assert ours.default == default, ours.name
-    more = [*positional[len(published) :], *rest]
-    assert all(p.default is not p.empty or p.kind is p.VAR_KEYWORD for p in more), "what was added has a default"
+@pytest.mark.parametrize("function", OLDER, ids=lambda function: function.__name__)
+def test_a_call_with_positional_arguments_of_older_versions_means_the_same_here(function):
+    parameters = [each for each in inspect.signature(function).parameters.values() if each.name != "self"]
+    order = [f"{each.name}{'' if each.default is each.empty else '='}" for each in parameters]
+    published = OLDER[function].split(", ")
+    assert order[: len(published)] == published
+    assert all(each.kind is each.POSITIONAL_OR_KEYWORD for each in parameters[: len(published)])
 
 
 def test_the_decode_module_has_its_path():

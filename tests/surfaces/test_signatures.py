@@ -1,10 +1,11 @@
-"""The originals' signatures of today, parameter by parameter: the same name and default, or a line that says why not.
+"""The originals' signatures of today: the same names, order and defaults, or a line that says why not.
 
-`signatures.json` is data: `tools/make signatures` makes it anew from the originals' wheels.
+`signatures.ini` is data: `tools/make signatures` makes it anew from the originals' wheels.
 """
 
+import ast
 import inspect
-import json
+from configparser import ConfigParser
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,9 @@ import pytest
 import graphdecode
 from graphdecode import decode, mla
 
-SIGNATURES = json.loads(Path(__file__).with_name("signatures.json").read_text())
+SIGNATURES = ConfigParser(delimiters=(":",), interpolation=None)
+SIGNATURES.optionxform = str
+SIGNATURES.read(Path(__file__).with_name("signatures.ini"))
 _TRAINING = "of training, or of several devices: a decode runtime has neither"
 
 # function -> why it is not here
@@ -47,6 +50,7 @@ OTHER_DEFAULTS = {
     ("MultiheadAttention.__init__", "device"): "None is CUDA where there is one, else the CPU",
     ("TransformerLayer.__init__", "device"): "None is CUDA where there is one, else the CPU",
 }
+OTHER_ORDER = {"SlotKVCacheManager.update_cache": "that of an older version, where scatter_index is sixth"}
 OURS = {  # theirs -> ours, where the names differ
     "BatchDecodeWithPagedKVCacheWrapper._plan_impl": "BatchDecodeWithPagedKVCacheWrapper.plan",
     "optimum_neuron KVCacheManager.__init__": "SlotKVCacheManager.from_config",
@@ -54,46 +58,55 @@ OURS = {  # theirs -> ours, where the names differ
 
 
 def _rows():
-    for package, functions in SIGNATURES.items():
-        for name, parameters in functions.items():
+    for package in SIGNATURES.sections():
+        for name, parameters in SIGNATURES[package].items():
             is_slots = package.startswith("optimum_neuron")
             default = name.replace("KVCacheManager", "SlotKVCacheManager") if is_slots else name
             ours = OURS.get(f"optimum_neuron {name}" if is_slots else name, default)
             yield pytest.param(ours, parameters, id=f"{package.split()[0]} {name}")
 
 
-def _found(name):
+def _function_of(name):
     """Return what a name means here; None: nothing."""
     owner, _, method = name.partition(".")
-    places = (graphdecode, decode, mla)
-    found = next((getattr(place, owner) for place in places if hasattr(place, owner)), None)
-    if found is None or not method:
-        return found
-    found = inspect.getattr_static(found, method, None)
-    return getattr(found, "__func__", found)
+    owner = next((getattr(module, owner) for module in (graphdecode, decode, mla) if hasattr(module, owner)), None)
+    if owner is None or not method:
+        return owner
+    function = inspect.getattr_static(owner, method, None)
+    return getattr(function, "__func__", function)
 
 
-@pytest.mark.parametrize(("name", "parameters"), list(_rows()))
-def test_each_parameter_of_the_original_is_here_with_its_default(name, parameters):
-    found = _found(name)
-    if found is None or not callable(found):
+def _parameters_of(text):
+    """Return the positional parameters of a published signature, and all of them with their defaults' text."""
+    arguments = ast.parse(f"def published({text}): pass").body[0].args
+    positional = [each.arg for each in arguments.args]
+    defaults = [None] * (len(positional) - len(arguments.defaults)) + arguments.defaults + arguments.kw_defaults
+    names = [*positional, *(each.arg for each in arguments.kwonlyargs)]
+    return positional, {name: default and ast.unparse(default) for name, default in zip(names, defaults, strict=True)}
+
+
+@pytest.mark.parametrize(("name", "text"), list(_rows()))
+def test_each_parameter_of_the_original_is_here_in_its_order_with_its_default(name, text):
+    function = _function_of(name)
+    if function is None or not callable(function):
         assert name in NOT_OFFERED, f"{name} is missing, and no line says why"
         return
     assert name not in NOT_OFFERED, f"{name} is here: its line can go"
-    ours = inspect.signature(found).parameters
-    for text in parameters:
-        parameter, _, default = text.partition("=")
-        if parameter.startswith("*"):
-            continue
+    ours = inspect.signature(function).parameters
+    positional, defaults = _parameters_of(text)
+    for parameter, default in defaults.items():
         assert parameter in ours, f"{name} has no {parameter}"
-        same = (
-            ours[parameter].default is inspect.Parameter.empty
-            if not default
-            else (repr(ours[parameter].default) == default)
-        )
+        empty = ours[parameter].default is inspect.Parameter.empty
+        same = empty if default is None else repr(ours[parameter].default) == default
         assert same != ((name, parameter) in OTHER_DEFAULTS), f"{parameter} of {name}"
+    order = [each.name for each in ours.values() if each.kind is each.POSITIONAL_OR_KEYWORD]
+    if "self" not in positional:
+        order = [each for each in order if each not in ("self", "cls")]
+    assert (order[: len(positional)] == positional) != (name in OTHER_ORDER), f"positional parameters of {name}"
+    more = [each for each in ours.values() if each.name not in {*defaults, "self", "cls"}]
+    assert all(each.default is not each.empty or each.kind in (each.VAR_POSITIONAL, each.VAR_KEYWORD) for each in more)
 
 
 def test_each_line_is_about_a_function_of_an_original():
-    known = {name for functions in SIGNATURES.values() for name in functions} | set(OURS.values())
-    assert set(NOT_OFFERED) | {name for name, _ in OTHER_DEFAULTS} <= known
+    published = {name for package in SIGNATURES.sections() for name in SIGNATURES[package]} | set(OURS.values())
+    assert set(NOT_OFFERED) | {name for name, _ in OTHER_DEFAULTS} <= published

@@ -1,11 +1,11 @@
-"""tests/surfaces/signatures.json: parameters of what the drop-in surfaces stand for, from the originals' wheels."""
+"""tests/surfaces/signatures.ini: parameters of what the drop-in surfaces stand for, from the originals' wheels."""
 
 from __future__ import annotations
 
 import ast
-import json
+import configparser
+import textwrap
 import zipfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -13,7 +13,7 @@ import typer
 
 from harness import ROOT
 
-FILE = ROOT / "tests" / "surfaces" / "signatures.json"
+FILE = ROOT / "tests" / "surfaces" / "signatures.ini"
 _KV_CACHE = "optimum/neuron/models/inference/backend/modules/kvcache/kv_cache_manager.py"
 _ATTENTION = "transformer_engine/pytorch/attention"
 # wheel -> file -> classes, whose public methods are taken, and functions
@@ -54,33 +54,25 @@ _ORIGINALS: dict[str, dict[str, tuple[str, ...]]] = {
 }
 
 
-def _parameters(function: ast.FunctionDef) -> list[str]:
-    """Return the parameters as text, without `self` of a method, `*` before those that have names only."""
-    given = function.args
-    positional = [*given.posonlyargs, *given.args]
-    defaults = [None] * (len(positional) - len(given.defaults)) + given.defaults
-    texts = [_text(each, default) for each, default in zip(positional, defaults, strict=True)]
-    if given.vararg or given.kwonlyargs:
-        texts.append(f"*{given.vararg.arg if given.vararg else ''}")
-    texts += [_text(each, default) for each, default in zip(given.kwonlyargs, given.kw_defaults, strict=True)]
-    return texts + ([f"**{given.kwarg.arg}"] if given.kwarg else [])
+def _parameters(function: ast.FunctionDef) -> str:
+    """Return the parameters as text, without annotations."""
+    for node in ast.walk(function.args):
+        if isinstance(node, ast.arg):
+            node.annotation = None
+    return ast.unparse(function.args)
 
 
-def _text(parameter: ast.arg, default: ast.expr | None) -> str:
-    return parameter.arg if default is None else f"{parameter.arg}={ast.unparse(default)}"
-
-
-def _found(source: str, names: tuple[str, ...]) -> Iterator[tuple[str, list[str]]]:
-    """Yield name and parameters of functions and of classes' methods; of overloads the last, which has the body."""
-    functions: dict[str, list[str]] = {}
+def _signatures(source: str, names: tuple[str, ...]) -> dict[str, str]:
+    """Return name and parameters of functions and of classes' methods; of overloads the last, which has the body."""
+    functions: dict[str, str] = {}
     for node in ast.parse(source).body:
         if isinstance(node, ast.FunctionDef) and node.name in names:
             functions[node.name] = _parameters(node)
         elif isinstance(node, ast.ClassDef) and node.name in names:
             for method in node.body:
                 if isinstance(method, ast.FunctionDef) and (method.name[0] != "_" or method.name in _PRIVATE):
-                    functions[f"{node.name}.{method.name}"] = _parameters(method)[1:]
-    yield from functions.items()
+                    functions[f"{node.name}.{method.name}"] = _parameters(method).partition(", ")[2]  # behind `self`
+    return functions
 
 
 _PRIVATE = ("__init__", "_plan_impl")  # `plan` passes the rest on
@@ -97,19 +89,27 @@ def main(
     ],
 ) -> None:
     """Write the file."""
-    before = json.loads(FILE.read_text()) if FILE.exists() else {}
-    told: dict[str, dict[str, list[str]]] = {}
+    signatures = configparser.ConfigParser(delimiters=(":",), interpolation=None)
+    signatures.optionxform = str  # type: ignore[assignment,method-assign]
+    signatures.read(FILE)
+    lines = []
     for package, files in _ORIGINALS.items():
         wheels = list(folder.glob(f"{package}-*.whl"))
-        if len(wheels) != 1:
-            told |= {name: known for name, known in before.items() if name.startswith(f"{package} ")}
+        version = next((each for each in signatures.sections() if each.startswith(f"{package} ")), package)
+        functions = dict(signatures[version]) if version in signatures else {}
+        if len(wheels) == 1:
+            version = f"{package} {wheels[0].name.split('-')[1]}"
+            with zipfile.ZipFile(wheels[0]) as archive:
+                functions = {}
+                for file, names in files.items():
+                    functions |= _signatures(archive.read(file).decode(), names)
+        else:
             print(f"{package}: {len(wheels)} wheels, its signatures are left as they are")
-            continue
-        (wheel,) = wheels
-        version = wheel.name.split("-")[1]
-        of_package = told[f"{package} {version}"] = {}
-        with zipfile.ZipFile(wheel) as archive:
-            for file, names in files.items():
-                of_package.update(_found(archive.read(file).decode(), names))
-    FILE.write_text(json.dumps(told, indent=1) + "\n")
-    print(f"{FILE.relative_to(ROOT)}: {sum(map(len, told.values()))} functions of {', '.join(told)}")
+        lines += ["", f"[{version}]"]
+        lines += [_wrapped(f"{name}: {' '.join(text.split())}".rstrip()) for name, text in functions.items()]
+        print(f"{version}: {len(functions)} functions")
+    FILE.write_text("\n".join(lines[1:]) + "\n")
+
+
+def _wrapped(line: str) -> str:
+    return textwrap.fill(line, 120, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
