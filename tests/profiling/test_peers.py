@@ -1,11 +1,5 @@
 """Peers: found or not, right or not, timed in turn; none of them disturbs the others."""
 
-import io
-import itertools
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -14,16 +8,15 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from rich.console import Console
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks import attention as attention_module
 from benchmarks.attention import PEERS as KERNEL_PEERS
-from benchmarks.attention import SHAPES, AttentionProblem, AttentionShape, compare_attention, sdpa
+from benchmarks.attention import AttentionProblem, AttentionShape, compare_attention, sdpa
 from graphdecode.models import describe_model, resolve_model_path
 from peers import contest as contest_module
-from peers.contest import PEERS, Reference, compare_engines, contest_notes, contest_table, parse_peers
+from peers.contest import PEERS, Reference, compare_engines, parse_peers
 from peers.llama_cpp import interleaved, why_not_gguf
 from peers.peer import Peer, Transformers, TransformersStatic, Workload
 
@@ -96,12 +89,7 @@ def test_lists_of_peers_are_read_in_order_and_once() -> None:
     ]
     assert [peer.name for peer in parse_peers("all")] == list(PEERS)
     assert parse_peers("") == []
-
-
-def test_unknown_peers_are_refused_with_those_that_there_are() -> None:
-    with pytest.raises(
-        ValueError, match="unknown peers: tranformers, x; there are transformers, .*transformers-static"
-    ):
+    with pytest.raises(ValueError, match=r"tranformers, x;.*transformers-static"):
         parse_peers("tranformers,transformers,x")
 
 
@@ -139,33 +127,6 @@ def test_transformers_gives_the_same_tokens_with_both_caches_and_is_timed(record
     assert set(record["versions"]) == {"transformers"}
 
 
-def test_the_table_has_a_line_for_everyone_and_the_notes_say_why(record: dict) -> None:
-    console = Console(width=80, record=True, file=io.StringIO())
-    console.print(contest_table(record, "title"))
-    text = console.export_text()
-    assert "…" not in text
-    lines = [line.split() for line in text.splitlines() if line.split()[:1] in (["1"], ["2"])]
-    assert len(lines) == 2 * 7
-    assert ["2", "wrong", *["-"] * 6] in lines
-    assert ["1", "absent", *["-"] * 6] in lines
-    assert ["2", "fainting", *["-"] * 6] in lines
-    notes = contest_notes(record)
-    assert "broken: left out: OSError: out of luck" in notes
-    assert not any("fit in the last-level cache" in note for note in notes)
-    assert any("fit in the last-level cache" in note for note in contest_notes(record, record["weight_bytes"]))
-    assert any(note.startswith("wrong: left out at batch 2: gives other tokens") for note in notes)
-
-
-@pytest.mark.parametrize(
-    ("turns", "noisy"),
-    [([1.0, 1.01, 1.02, 1.03, 90.0], False), ([1.0, 1.01, 1.02, 60.0, 90.0], True), ([-1.0], True), ([1.0], False)],
-)
-def test_one_slow_turn_is_no_noise_and_two_of_five_are(record: dict, turns: list[float], noisy: bool) -> None:
-    row = record["rows"][0]
-    notes = contest_notes(record | {"rows": [row | {"turns_ms": dict.fromkeys(row["turns_ms"], turns)}]})
-    assert any(note.startswith("the machine was too noisy at batch 1:") for note in notes) is noisy
-
-
 def test_this_engine_too_is_held_to_the_greedy_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(contest_module.Graphdecode, "generate", Wrong.generate)
     with pytest.raises(ValueError, match="graphdecode itself, at batch size 1: gives other tokens"):
@@ -197,41 +158,6 @@ def test_answers_of_another_length_or_vocabulary_are_no_answers() -> None:
 def test_every_peer_says_why_it_is_not_there(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda module: None)
     assert PEERS[name]().why_not(DEMO, SMALL).startswith("not installed: ")
-
-
-@pytest.mark.slow
-def test_a_compiled_step_gives_the_greedy_tokens_or_says_that_there_is_no_compiler(tmp_path, monkeypatch):
-    one_row = replace(SMALL, batch_sizes=(1,))
-    monkeypatch.setattr(contest_module, "read_bandwidth", lambda device, repeats: 1e10)
-    compiled = compare_engines(parse_peers("transformers-compiled"), DEMO, one_row, repeats=1)
-    for row in compiled["rows"]:
-        assert row["same_tokens"].get("transformers-compiled") == 1.0 or row["left_out"]
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # nothing that an earlier run has compiled
-    monkeypatch.setattr(torch._inductor.config.cpp, "cxx", ("no-such-compiler",))
-    torch.compiler.reset()
-    left = compare_engines(parse_peers("transformers-compiled,transformers"), DEMO, one_row, repeats=1)
-    for row in left["rows"]:
-        assert list(row["ms_per_step"]) == ["graphdecode", "transformers"]
-        assert "compiler" in row["left_out"]["transformers-compiled"].lower()
-
-
-@pytest.mark.slow
-def test_the_script_lists_who_was_left_out_and_refuses_unknown_names(tmp_path: Path) -> None:
-    out = tmp_path / "generate.json"
-    script = [sys.executable, str(ROOT / "tools" / "bench"), "generate", "--device", "cpu", "--threads", "1"]
-    small = ["--batch-sizes", "1", "--new-tokens", "2", "--repeats", "1", "--out", str(out)]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "80"}
-    run = lambda *extra: subprocess.run(  # noqa: E731
-        [*script, *small, *extra], capture_output=True, text=True, env=environment, check=False
-    )
-    done = run("--peers", "transformers")
-    assert done.returncode == 0, done.stderr
-    result = json.loads(out.read_text())
-    assert list(result["rows"][0]["ms_per_step"]) == ["graphdecode", "transformers"]
-    assert (result["model"], result["dtype"], result["device"], result["threads"]) == ("demo", "float32", "cpu", 1)
-    refused = run("--peers", "nobody")
-    assert refused.returncode == 2
-    assert all(name in refused.stderr for name in ("nobody", *itertools.islice(PEERS, 2)))
 
 
 SMALL_CONFIG: dict[str, Any] = {
@@ -271,39 +197,6 @@ def test_models_that_are_not_written_are_named(tmp_path: Path, changes: dict[str
     found = why_not_gguf(describe_model(checkpoint(tmp_path, **changes)))
     assert reason in found
     assert bool(reason) == bool(found)
-
-
-def test_other_families_are_not_written(tmp_path: Path) -> None:
-    Qwen3ForCausalLM(Qwen3Config(**SMALL_CONFIG, head_dim=16)).save_pretrained(tmp_path)
-    assert "this is Qwen3ForCausalLM" in why_not_gguf(describe_model(tmp_path))
-
-
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        {"tie_word_embeddings": True, "rms_norm_eps": 1e-3},
-        {"head_dim": 32, "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
-    ],
-    ids=["plain", "tied", "wide-heads"],
-)
-def test_llama_cpp_gives_the_greedy_tokens_of_every_row(tmp_path: Path, changes: dict[str, Any], dtype: str) -> None:
-    pytest.importorskip("llama_cpp")
-    pytest.importorskip("gguf")
-    folder = checkpoint(tmp_path, **changes)
-    workload = Workload("cpu", dtype, (1, 3), prompt_tokens=9, new_tokens=11, threads=1)
-    peer, reference = PEERS["llama-cpp"](), Reference(folder, workload)
-    assert peer.why_not(folder, workload) == ""
-    peer.open(folder, workload)
-    try:
-        for size in (1, 3, 1):
-            prompts = torch.randint(3, 301, (size, 9), generator=torch.Generator().manual_seed(size)).tolist()
-            answers = peer.generate(prompts, 11)
-            assert reference.judge(prompts, answers, 11)[1] == ""
-            assert peer.generate(prompts, 4) == [answer[:4] for answer in answers]
-    finally:
-        peer.close()
 
 
 SMALL_SHAPES = AttentionShape("small", 4, 2, 16, torch.float16, torch.float16)
@@ -357,29 +250,3 @@ def test_every_cache_is_attended_over(problem: AttentionProblem) -> None:
 
     assert len(problem.caches) == 2
     assert compare_attention({"stuck": stuck}, problem)[1]["note"].startswith("gives another output: ")
-
-
-def test_an_output_that_is_no_number_is_infinitely_far(problem: AttentionProblem) -> None:
-    assert problem.error(torch.full_like(problem.q, torch.nan), 0) == torch.inf
-
-
-@pytest.mark.slow
-def test_flex_attention_is_compiled_or_says_why_not(problem: AttentionProblem) -> None:
-    result = compare_attention({"flex": KERNEL_PEERS["flex"]}, problem)[1]
-    assert result["note"] or result["error"] <= SMALL_SHAPES.tolerance
-
-
-@pytest.mark.slow
-def test_the_script_writes_its_points_and_refuses_unknown_names(tmp_path: Path) -> None:
-    script = [sys.executable, str(ROOT / "tools" / "bench"), "attention", "--out", str(tmp_path), "--device", "cpu"]
-    script += ["--batches", "1", "--contexts", "64", "--shapes", "qwen3"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    run = partial(subprocess.run, capture_output=True, text=True, env=environment, check=False)
-    done = run([*script, "--peers", "sdpa,gather+sdpa"])
-    assert done.returncode == 0, done.stderr
-    report = json.loads((tmp_path / "attention.json").read_text())
-    assert [row["peer"] for row in report["rows"]] == ["graphdecode", "sdpa", "gather+sdpa"]
-    assert report["tolerance"].keys() == {shape.name for shape in SHAPES}
-    refused = run([*script, "--peers", "sdpo"])
-    assert refused.returncode == 2
-    assert "unknown peers: sdpo; there are sdpa, gather+sdpa, flex" in refused.stderr

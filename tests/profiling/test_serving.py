@@ -68,43 +68,12 @@ def test_a_crowd_waits_in_the_queue_and_a_lone_request_does_not(llm: LLM) -> Non
     assert (lone["requests"], lone["batch_sizes"]) == (1, {"1": 30})
 
 
-def test_preemptions_are_those_of_this_load() -> None:
-    config = BucketConfig(max_batch_size=4, max_sequence_length=128, total_num_pages=10)
-    with LLM("demo", config=config) as llm:
-        found = [serve(llm, [Arrival(0.0, 16, 60)] * 4, seed=seed, progress=False) for seed in (0, 1)]
-        assert llm.num_preemptions == sum(result["preemptions"] for result in found)
-        assert min(result["preemptions"] for result in found) > 0
-
-
-def test_one_token_has_no_time_between_tokens(llm: LLM) -> None:
-    result = serve(llm, [Arrival(0.0, 4, 1)], progress=False)
-    assert result["tpot_ms"] is result["itl_ms"] is None
-    assert result["ttft_ms"]["p50"] > 0
-
-
 def test_what_cannot_fit_is_refused_before_anything_is_served(llm: LLM) -> None:
     steps = llm.stats.batch_sizes.total()
     with pytest.raises(ValueError, match=r"a request of 60 \+ 5 tokens does not fit: prompt and answer can have 64"):
         serve(llm, [Arrival(0.0, 4, 4), Arrival(0.0, 60, 5)], progress=False)
     check_fits(llm, [Arrival(0.0, 60, 4)])
     assert llm.stats.batch_sizes.total() == steps
-
-
-def test_an_interrupted_load_leaves_nothing_behind(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    step, left = LLM.step, [5]
-
-    def interrupted(self: LLM) -> None:
-        left[0] -= 1
-        if not left[0]:
-            raise KeyboardInterrupt
-        step(self)
-
-    monkeypatch.setattr(LLM, "step", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        serve(llm, [Arrival(0.0, 4, 30)] * 12, seed=3, progress=False)
-    monkeypatch.undo()
-    assert (llm.cache.pool.used, llm.num_waiting) == (0, 0)
-    assert serve(llm, [Arrival(0.0, 4, 3)], seed=4, progress=False)["requests"] == 1
 
 
 def test_weighted_percentiles_count_by_weight() -> None:
@@ -141,15 +110,6 @@ def test_the_tool_serves_one_request_and_adds_to_a_record_of_batches(tmp_path: P
 def test_the_tool_refuses_what_cannot_be_served(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         main(**options)
-
-
-def test_the_tool_ends_an_error_with_one_line(tmp_path: Path) -> None:
-    command = [*TOOL, "--rates", "none", "--out", "out"]
-    result = subprocess.run(command, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, check=False)
-    assert (result.returncode, result.stdout) == (2, "")
-    assert result.stderr.startswith("error: --rates must be numbers")
-    assert len(result.stderr.splitlines()) == 1
-    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.skipif(os.name != "posix", reason="sends a signal")
@@ -207,20 +167,6 @@ def test_lengths_are_drawn_from_what_was_asked_for() -> None:
 def test_impossible_lengths_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match="--l must be"):
         Lengths.parse("--l", text)
-
-
-@pytest.mark.parametrize("text", ["lognormal:0.5:1:9", "lognormal:10:1:9", "lognormal:5:-1:9", "lognormal:5:nan:9"])
-def test_impossible_distributions_are_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="sigma in 0..10, got"):
-        Lengths.parse("--l", text)
-
-
-@pytest.mark.parametrize(("rate", "count"), [(0, 1), (-1, 1), (float("nan"), 1), (float("inf"), 1), (1, 0)])
-def test_impossible_loads_are_refused(rate: float, count: int) -> None:
-    with pytest.raises(ValueError, match="must be"):
-        poisson_arrivals(rate, count, Lengths(1, 2), Lengths(1, 1))
-    with pytest.raises(ValueError, match="a burst >= 1, got 1, 1 and 0"):
-        poisson_arrivals(1, 1, Lengths(1, 2), Lengths(1, 1), burst=0)
 
 
 BENCH = Path(__file__).parents[2] / "tools" / "bench"

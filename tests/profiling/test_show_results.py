@@ -68,18 +68,6 @@ def test_the_history_has_the_commits_that_have_the_value(results: Path) -> None:
     assert "no committed version of machine/generate-a.json has rows.7.no" in " ".join(nothing.stderr.split())
 
 
-def test_every_committed_result_has_a_history() -> None:
-    results = ROOT / "tools" / "results"
-    command = ["git", "ls-files", "*/generate-*.json"]
-    listed = subprocess.run(command, cwd=results, capture_output=True, text=True, check=False)
-    if listed.returncode:
-        pytest.skip("no repository")
-    for file in listed.stdout.splitlines():
-        shown = show(results, "--history", file)
-        assert shown.exit_code == 0, shown.stderr
-        assert all(float(line.split()[2]) > 0 for line in shown.stdout.splitlines())
-
-
 RESULTS = Path(__file__).parents[2] / "tools" / "results"
 README = (RESULTS / "README.md").read_text()
 SECTIONS = {

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from attacks.attention import DecodeAttentionAttack
 from attacks.checkpoints import ConfigAttack, GenerationAttack, IndexAttack, SafetensorsAttack, TokenizerAttack
 from attacks.gguf_files import GgufAttack, GgufTokenizerAttack
 from attacks.requests import ParamsAttack, PromptAttack
 from attacks.settings import ChoicesAttack, TomlAttack
-from attacks.steps import StepAttack
-from attacks.surfaces import InferenceParamsAttack, SlotCacheAttack
 from attacks.trial import Attack
 
 KINDS: dict[str, Callable[[], Attack]] = {
@@ -27,9 +24,5 @@ KINDS: dict[str, Callable[[], Attack]] = {
         PromptAttack,
         ParamsAttack,
         ChoicesAttack,
-        SlotCacheAttack,
-        InferenceParamsAttack,
-        DecodeAttentionAttack,
-        StepAttack,
     )
 }
