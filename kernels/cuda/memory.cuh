@@ -155,6 +155,22 @@ DEVICE void warp_multiply(float (&sums)[4], const u32 (&a)[4], const u32 (&b)[2]
 #undef MULTIPLY
 }
 
+// Four matrices [8, 8] of 16-bit values: lane 8 m + r names the 16 bytes of row r of matrix m. Of each, a lane gets row
+// lane / 4, columns 2 q and 2 q + 1 with q = lane % 4; TRANSPOSED: column lane / 4, rows 2 q and 2 q + 1.
+template <bool TRANSPOSED>
+DEVICE void warp_load_matrices(u32 (&to)[4], const void *row) {
+#define LOAD(KIND)                                                                      \
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4" KIND ".shared.b16 {%0, %1, %2, %3}, [%4];" \
+               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])                     \
+               : "r"(shared_address(row))                                               \
+               : "memory")
+  if constexpr (TRANSPOSED)
+    LOAD(".trans");
+  else
+    LOAD("");
+#undef LOAD
+}
+
 // Counters in global memory, seen by the whole GPU: a thread that loads with acquire sees what was written before the
 // add with release.
 DEVICE u32 atomic_add_release(u32 *at, u32 value) {
@@ -207,6 +223,8 @@ DEVICE void mbarrier_init(u64 *barrier, u32 count) {
 }
 // The thread that made the barriers calls it, before a block barrier.
 DEVICE void mbarrier_init_fence() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+// Between ordinary writes of shared memory and a copy over them, by the thread that wrote.
+DEVICE void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 DEVICE void mbarrier_arrive(u64 *barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
 }

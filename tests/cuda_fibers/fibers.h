@@ -87,6 +87,21 @@ template <bool IS_BFLOAT> void warp_multiply(float (&sums)[4], const u32 (&a)[4]
     }
 }
 
+template <bool TRANSPOSED> void warp_load_matrices(u32 (&to)[4], const void *row, CALLED_AT) {
+    uint64_t address = (uint64_t)row;
+    fibers::machine.touch(fibers::Access::READ, row, 16, site);
+    const fibers::Words6 *lanes = fibers::machine.gather({u32(address), u32(address >> 32)}, site);
+    u32 lane = thread_index() % 32, first = lane / 4, second = lane % 4 * 2;
+    for (u32 i = 0; i < 4; i++) {
+        auto value = [&](u32 r, u32 c) {
+            const fibers::Words6 &of_row = lanes[8 * i + r];
+            return u32(((const u16 *)(of_row[0] | (uint64_t)of_row[1] << 32))[c]);
+        };
+        if (TRANSPOSED) to[i] = value(second, first) | value(second + 1, first) << 16;
+        else to[i] = value(first, second) | value(first, second + 1) << 16;
+    }
+}
+
 inline u32 cluster_size() { return fibers::machine.thread->block->kernel->cluster_size; }
 inline u32 cluster_rank() { return fibers::machine.thread->block->number % cluster_size(); }
 inline void cluster_arrive(CALLED_AT) { fibers::machine.cluster_arrive(site); }

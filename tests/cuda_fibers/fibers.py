@@ -92,6 +92,7 @@ def run(
     driver: str,
     memory: Mapping[str, Memory | Tensor],
     numbers: Sequence[int] = (),
+    floats: Sequence[float] = (),
     *,
     case: str = "",
     seed: int = 0,
@@ -108,8 +109,9 @@ def run(
     if left_out is not None:
         library.fibers_skip(left_out.order.value, left_out.place.encode())
     pointers = (ctypes.c_void_p * max(len(given), 1))(*(each.tensor.data_ptr() for each in given.values()))
-    integers = (ctypes.c_int64 * max(len(numbers), 1))(*numbers)
-    getattr(library, driver)(case.encode(), pointers, integers)
+    integers = (ctypes.c_int64 * max(len(numbers), 1))(*numbers)  # these three are read until the end
+    reals = (ctypes.c_float * max(len(floats), 1))(*floats)
+    getattr(library, driver)(case.encode(), pointers, integers, reals)
     library.fibers_run()
     sites = [line.split() for line in _lines(library.fibers_sites)]
     return Outcome(list(_lines(library.fibers_faults)), [CallSite(Order(int(order)), place) for order, place in sites])

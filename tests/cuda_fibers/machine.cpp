@@ -177,7 +177,7 @@ bool Machine::_leaves_out(Order order, Site site) {
 
 Agent Machine::_agent() {
     Thread &t = *thread;
-    return {&t.clock, {t.clock.of_agent[t.agent], t.agent, t.block->kernel->number, 0}};
+    return {&t.clock, {_own_clock(), u16(t.block->number), t.agent, t.block->kernel->number, 0}};
 }
 
 // ---- kernels
@@ -200,11 +200,9 @@ void Machine::_start(Kernel &kernel, Kernel *previous) {
     kernel.has_started = true;
     _progress++;
     u32 count = kernel.grid.x * kernel.grid.y;
-    u32 agents = count * (kernel.num_threads + MBARRIERS);
     u64 known = 1;
     if (previous && kernel.is_early) known = previous->known_at_trigger;
     if (previous && !kernel.is_early) known = (2ull << previous->number) - 1;
-    kernel.async_fences.assign(count * kernel.num_threads, 0);
     kernel.clusters.resize(count / kernel.cluster_size);
     for (Cluster &cluster : kernel.clusters) cluster.live = kernel.cluster_size * kernel.num_threads;
     for (u32 b = 0; b < count; b++) {
@@ -220,10 +218,8 @@ void Machine::_start(Kernel &kernel, Kernel *previous) {
         for (u32 i = 0; i < kernel.num_threads; i++) {
             Thread &t = block->threads[i];
             t.block = block.get();
-            t.agent = b * kernel.num_threads + i;
-            t.index = i;
-            t.clock.of_agent.assign(agents, 0);
-            t.clock.of_agent[t.agent] = 1;
+            t.agent = t.index = i;
+            t.clock.counts.at(b, i) = 1;
             t.clock.kernels = known;
             if (_stacks.empty()) {
                 int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
@@ -259,9 +255,10 @@ void Machine::_end_thread() {
         }
         return;
     }
-    for (size_t agent = 0; agent < block.remote.size(); agent++)
-        if (block.remote[agent] > block.at_end.of_agent[agent])
+    block.remote.each(kernel.number, [&](Epoch epoch) {
+        if (!block.at_end.covers(epoch, kernel.number))
             shadow.fault("race: a block of a cluster ends, and another one may read its shared memory later");
+    });
     if (!block.has_triggered) {
         kernel.triggered++;
         kernel.known_at_trigger |= block.at_end.kernels;
@@ -311,8 +308,7 @@ void *Machine::remote(const void *shared, u32 rank, Site site) {
             shadow.fault("race: another block of the cluster has ended at " + Shadow::text(site));
             _abort();
         }
-        if (block.remote.size() <= thread->agent) block.remote.resize(thread->agent + 1);
-        block.remote[thread->agent] = thread->clock.of_agent[thread->agent];
+        block.remote.at(own.number, thread->agent) = _own_clock();
     }
     return block.shared + ((const char *)shared - own.shared);
 }
@@ -452,10 +448,11 @@ void Machine::mbarrier_init(u64 *at, u32 arrivals, Site site) {
     Mbarrier mbarrier;
     mbarrier.count = mbarrier.pending = arrivals;
     mbarrier.init = _agent().own;
+    mbarrier.block = block.number;
     auto found = block.mbarriers.find(at);
-    u32 number = found == block.mbarriers.end() ? block.mbarriers.size() : found->second.agent % MBARRIERS;
+    u32 number = found == block.mbarriers.end() ? block.mbarriers.size() : found->second.agent - kernel.num_threads;
     if (number >= MBARRIERS) shadow.fault("mbarrier: more than 64 of a block at " + Shadow::text(site));
-    mbarrier.agent = kernel.blocks.size() * kernel.num_threads + block.number * MBARRIERS + number % MBARRIERS;
+    mbarrier.agent = kernel.num_threads + number % MBARRIERS;
     block.mbarriers[at] = mbarrier;
 }
 
@@ -469,8 +466,7 @@ void Machine::_settle(Mbarrier &mbarrier) {
     mbarrier.phase++;
     mbarrier.pending = mbarrier.count;
     mbarrier.published.join(mbarrier.gathering);
-    if (mbarrier.published.of_agent.size() <= mbarrier.agent) mbarrier.published.of_agent.resize(mbarrier.agent + 1);
-    mbarrier.published.of_agent[mbarrier.agent] = mbarrier.phase;
+    mbarrier.published.counts.at(mbarrier.block, mbarrier.agent) = mbarrier.phase;
     _wake(mbarrier.waiting);
 }
 
@@ -509,7 +505,7 @@ void Machine::bulk_copy(void *to, const void *from, u32 bytes, u64 *at, Site sit
         shadow.fault("misaligned: a bulk copy of " + std::to_string(bytes) + " bytes at " + Shadow::text(site));
     if (!mbarrier.is_fenced)
         shadow.fault("race: a bulk copy at " + Shadow::text(site) + " before the mbarrier_init_fence of its mbarrier");
-    Epoch end{mbarrier.phase + 1, mbarrier.agent, kernel.number, 0};
+    Epoch end{mbarrier.phase + 1, mbarrier.block, mbarrier.agent, kernel.number, 0};
     Agent agent{&thread->clock, end, &thread->at_async_fence, &kernel.async_fences};
     if (!shadow.touch(Access::READ, from, bytes, agent, site)) _abort();
     if (!shadow.touch(Access::COPY_WRITE, to, bytes, agent, site)) _abort();
@@ -520,7 +516,7 @@ void Machine::bulk_copy(void *to, const void *from, u32 bytes, u64 *at, Site sit
 void Machine::async_fence() {
     thread->at_async_fence = thread->clock;
     _tick();
-    thread->block->kernel->async_fences[thread->agent] = thread->clock.of_agent[thread->agent];
+    thread->block->kernel->async_fences.at(thread->block->number, thread->agent) = _own_clock();
 }
 
 void Machine::_land() {

@@ -38,7 +38,7 @@ struct Warp {
 struct Mbarrier {
     u32 count = 0, pending = 0, phase = 0;
     int64_t bytes = 0;
-    u16 agent = 0;
+    u16 block = 0, agent = 0;
     bool is_fenced = false;  // its initial state is visible to bulk copies
     Epoch init;
     Clock gathering, published;
@@ -73,7 +73,7 @@ struct Block {
     u32 live;
     bool has_triggered = false;
     Clock at_end;
-    std::vector<u32> remote;  // the last access of each agent of another block
+    Counts remote;  // the last access of each agent of another block
 };
 
 struct Cluster {
@@ -93,7 +93,7 @@ struct Kernel {
     u32 triggered = 0, done = 0;
     bool has_started = false;
     u64 known_at_trigger = 1, known_at_end = 1;  // kernels that were complete for it then
-    std::vector<u32> async_fences;               // of each thread, its clock at its last fence_async
+    Counts async_fences;                         // of each thread, its clock at its last fence_async
     Waiting waiting;                             // threads of the next kernel
 
     bool is_done() const { return has_started && done == blocks.size(); }
@@ -161,7 +161,8 @@ class Machine {
     u32 _draw(u32 below);
     bool _leaves_out(Order order, Site site);
     Agent _agent();
-    void _tick() { thread->clock.of_agent[thread->agent]++; }
+    u32 &_own_clock() { return thread->clock.counts.at(thread->block->number, thread->agent); }
+    void _tick() { _own_clock()++; }
     void _switch_back();
     void _preempt();
     void _sleep(Waiting &waiting, const char *what, Site site);

@@ -22,36 +22,63 @@ struct Site {
     int line;
 };
 
-// an access: of an agent (a thread, or the bulk copies of an mbarrier) of a kernel, at a value of its clock
+// an access: of an agent (a thread of a block, or the bulk copies of an mbarrier of it), at a value of its clock
 struct Epoch {
     u32 clock = 0;  // 0: there was no access
-    u16 agent = 0;
+    u16 block = 0, agent = 0;
     u8 kernel = 0;  // 0: the host
     u8 flags = 0;
 };
 constexpr u8 ATOMIC = 1, GENERIC = 2, CONSTANT = 4;
 
+// a value for each agent of a kernel; only blocks with any have memory
+struct Counts {
+    std::vector<std::vector<u32>> blocks;
+
+    u32 of(u32 block, u32 agent) const {
+        return block < blocks.size() && agent < blocks[block].size() ? blocks[block][agent] : 0;
+    }
+    u32 &at(u32 block, u32 agent) {
+        if (blocks.size() <= block) blocks.resize(block + 1);
+        if (blocks[block].size() <= agent) blocks[block].resize(agent + 1);
+        return blocks[block][agent];
+    }
+    void join(const Counts &other) {
+        if (blocks.size() < other.blocks.size()) blocks.resize(other.blocks.size());
+        for (size_t b = 0; b < other.blocks.size(); b++) {
+            size_t count = other.blocks[b].size();
+            if (blocks[b].size() < count) blocks[b].resize(count);
+            u32 *own = blocks[b].data();
+            const u32 *from = other.blocks[b].data();
+            for (size_t i = 0; i < count; i++) own[i] = own[i] > from[i] ? own[i] : from[i];
+        }
+    }
+    // call `use(epoch)` for each of a kernel
+    template <class F> void each(u8 kernel, F use) const {
+        for (size_t b = 0; b < blocks.size(); b++)
+            for (size_t i = 0; i < blocks[b].size(); i++)
+                if (blocks[b][i]) use(Epoch{blocks[b][i], u16(b), u16(i), kernel, 0});
+    }
+};
+
 // what happened before: of the own kernel up to a clock of each agent, and other kernels as a whole
 struct Clock {
-    std::vector<u32> of_agent;
+    Counts counts;
     u64 kernels = 1;  // a bit for each kernel that is complete and visible; bit 0 is the host
 
     void join(const Clock &other) {
         kernels |= other.kernels;
-        if (of_agent.size() < other.of_agent.size()) of_agent.resize(other.of_agent.size());
-        u32 *own = of_agent.data();
-        const u32 *from = other.of_agent.data();
-        for (size_t i = 0; i < other.of_agent.size(); i++) own[i] = own[i] > from[i] ? own[i] : from[i];
+        counts.join(other.counts);
     }
     bool covers(const Epoch &epoch, u8 kernel) const {
         if (epoch.kernel != kernel) return kernels >> epoch.kernel & 1;
-        return epoch.agent < of_agent.size() && epoch.clock <= of_agent[epoch.agent];
+        return epoch.clock <= counts.of(epoch.block, epoch.agent);
     }
 };
 
 // readers of a cell that are not ordered among themselves
 struct Readers {
-    std::vector<u32> clocks;
+    Counts clocks;
     u16 site = 0;
     u8 kernel = 0;
     u32 next = 0;
@@ -68,7 +95,7 @@ enum class Access { READ, READ_CONSTANT, WRITE, ATOMIC_READ, ATOMIC_WRITE, COPY_
 // what atomics of one place order
 struct Atomic {
     Clock released;
-    std::vector<u32> accesses;  // the last of each agent
+    Counts accesses;  // the last of each agent
     u8 kernel = 0;
 };
 
@@ -88,7 +115,7 @@ struct Agent {
     Epoch own;
     // of a bulk copy: what its thread knew at its last fence_async, and at which clocks the threads fenced
     const Clock *fenced = nullptr;
-    const std::vector<u32> *fences = nullptr;
+    const Counts *fences = nullptr;
 };
 
 class Shadow {
@@ -137,8 +164,7 @@ class Shadow {
             found = Atomic();
             found.kernel = kernel;
         }
-        if (found.accesses.size() <= agent.own.agent) found.accesses.resize(agent.own.agent + 1);
-        found.accesses[agent.own.agent] = agent.own.clock;
+        found.accesses.at(agent.own.block, agent.own.agent) = agent.own.clock;
         return found;
     }
 
@@ -188,7 +214,8 @@ class Shadow {
     };
 
     void _race(const char *before, Epoch epoch, u16 before_site, const char *now, const At &at) {
-        auto who = [](Epoch e) { return "kernel " + std::to_string(e.kernel) + " agent " + std::to_string(e.agent); };
+        auto who = [](Epoch e) { return "kernel " + std::to_string(e.kernel) + " block " + std::to_string(e.block) + " agent " +
+                                       std::to_string(e.agent); };
         fault("race: " + at.region.name + " " + before + " at " + text(_sites[before_site]) + ", " + now + " at " +
               text(_sites[at.site]) + " without order (byte " + std::to_string(at.cell << at.region.shift) + ": " +
               who(epoch) + ", " + who(at.agent.own) + ")");
@@ -210,7 +237,7 @@ class Shadow {
         }
         bool is_copy = access == Access::COPY_WRITE;
         if (is_copy && cell.write.flags & GENERIC && cell.write.kernel == kernel &&
-            !agent.fenced->covers(cell.write, kernel) && (*agent.fences)[cell.write.agent] <= cell.write.clock)
+            !agent.fenced->covers(cell.write, kernel) && agent.fences->of(cell.write.block, cell.write.agent) <= cell.write.clock)
             _race("written", cell.write, cell.write_site, "copied over without fence_async", at);
         _check_readers(cell, at);
         if (!is_atomic && cell.write.flags & ATOMIC) _check_atomics(cell, at);
@@ -223,11 +250,10 @@ class Shadow {
         auto found = _atomics.find(at.region.begin + (at.cell << at.region.shift));
         if (found == _atomics.end()) return;
         const Atomic &atomic = found->second;
-        for (size_t i = 0; i < atomic.accesses.size(); i++) {
-            Epoch epoch{atomic.accesses[i], u16(i), atomic.kernel, 0};
-            if (epoch.clock && !at.agent.clock->covers(epoch, at.agent.own.kernel))
+        atomic.accesses.each(atomic.kernel, [&](Epoch epoch) {
+            if (!at.agent.clock->covers(epoch, at.agent.own.kernel))
                 _race("used by an atomic", epoch, cell.write_site, "written", at);
-        }
+        });
         _atomics.erase(found);
     }
 
@@ -241,17 +267,16 @@ class Shadow {
                 return;
             }
             cell.readers = _new_readers(cell.read.kernel, 0);
-            _set(_readers[cell.readers], cell.read.agent, cell.read.clock, cell.read_site);
+            _set(_readers[cell.readers], cell.read, cell.read_site);
         }
         cell.read.flags |= flags;
         u32 found = cell.readers;
         while (found && _readers[found].kernel != own.kernel) found = _readers[found].next;
         if (!found) found = cell.readers = _new_readers(own.kernel, cell.readers);
-        _set(_readers[found], own.agent, own.clock, site);
+        _set(_readers[found], own, site);
     }
-    static void _set(Readers &readers, u16 agent, u32 clock, u16 site) {
-        if (readers.clocks.size() <= agent) readers.clocks.resize(agent + 1);
-        readers.clocks[agent] = clock;
+    static void _set(Readers &readers, const Epoch &epoch, u16 site) {
+        readers.clocks.at(epoch.block, epoch.agent) = epoch.clock;
         readers.site = site;
     }
     u32 _new_readers(u8 kernel, u32 next) {
@@ -262,7 +287,7 @@ class Shadow {
             number = _free_readers.back();
             _free_readers.pop_back();
         }
-        _readers[number].clocks.clear();
+        for (auto &block : _readers[number].clocks.blocks) block.clear();
         _readers[number].kernel = kernel;
         _readers[number].next = next;
         return number;
@@ -278,12 +303,9 @@ class Shadow {
             _race("read", cell.read, cell.read_site, "written", at);
         for (u32 number = cell.readers; number;) {
             Readers &readers = _readers[number];
-            for (size_t i = 0; i < readers.clocks.size(); i++) {
-                Epoch epoch{readers.clocks[i], u16(i), readers.kernel, 0};
-                if (!epoch.clock || clock.covers(epoch, kernel)) continue;
-                _race("read", epoch, readers.site, "written", at);
-                break;
-            }
+            readers.clocks.each(readers.kernel, [&](Epoch epoch) {
+                if (!clock.covers(epoch, kernel)) _race("read", epoch, readers.site, "written", at);
+            });
             _free_readers.push_back(number);
             number = readers.next;
         }

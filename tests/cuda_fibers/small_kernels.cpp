@@ -185,7 +185,7 @@ KERNEL(32, 1) constant_in_place(float *x) { store(x + thread_index(), load_const
 KERNEL(32, 1) too_far(float *out, const float *x) { store(out + thread_index(), load(x + thread_index() + 1)); }
 
 typedef float *F;
-extern "C" void run_small(const char *name, void **t, const int64_t *n) {
+extern "C" void run_small(const char *name, void **t, const int64_t *n, const float *) {
     std::string is = name;
     auto once = [&](u32 blocks, u32 threads, std::function<void()> body, u32 cluster = 1) {
         launch({blocks}, threads, cluster, 1024, false, body);
