@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from graphdecode.config.vllm_names import Unsupported
+from graphdecode.config.vllm_names import Unsupported, each_of
 from graphdecode.errors import shown
 from graphdecode.server.http import HttpError
 from graphdecode.server.protocol import (
@@ -23,10 +23,6 @@ from graphdecode.server.protocol import (
 
 _OFF: tuple[Any, ...] = (None, False)
 _NOTHING: tuple[Any, ...] = (None, "", [], {})
-
-
-def _each(names: str, entry: Unsupported | None) -> dict[str, Unsupported | None]:
-    return dict.fromkeys(names.split(), entry)
 
 
 def _use(name: str, *neutral: Any) -> Unsupported:
@@ -54,18 +50,18 @@ _GENERATION: dict[str, Unsupported | None] = {
     "logprob_token_ids": Unsupported("logprobs gives the most likely tokens, and -1 all of them", (None, [])),
     "prompt_embeds": Unsupported("prompts are texts or token ids", (None, [])),
     "logits_processors": Unsupported("a step is a graph, and calls no Python; there is logit_bias", (None, [])),
-    **_each("kv_transfer_params ec_transfer_params vllm_xargs", _NO_COUNTERPART),
-    **_each("mm_processor_kwargs media_io_kwargs", _NO_MEDIA),
+    **each_of("kv_transfer_params ec_transfer_params vllm_xargs", _NO_COUNTERPART),
+    **each_of("mm_processor_kwargs media_io_kwargs", _NO_MEDIA),
     "repetition_detection": Unsupported("frequency_penalty and repetition_penalty make loops unlikely"),
     "thinking_token_budget": _NO_REASONING._replace(neutral=(None, -1)),
     "stream_interval": Unsupported("a chunk is sent for each step", (None, 1)),
-    **_each("return_weight_versions return_token_offsets return_prompt_text", _NOT_TOLD),
+    **each_of("return_weight_versions return_token_offsets return_prompt_text", _NOT_TOLD),
     "routed_experts_prompt_start": _NOT_TOLD._replace(neutral=(None, 0)),
     "structural_tag": Unsupported("a grammar can say the same", (None,)),
-    **_each("mm_payload return_mm_kwargs session_id guided_decoding_backend", None),
+    **each_of("mm_payload return_mm_kwargs session_id guided_decoding_backend", None),
     # OpenAI's
-    **_each("user metadata store service_tier safety_identifier", None),
-    **_each("prompt_cache_key prompt_cache_options prompt_cache_retention prediction", None),
+    **each_of("user metadata store service_tier safety_identifier", None),
+    **each_of("prompt_cache_key prompt_cache_options prompt_cache_retention prediction", None),
     # llama.cpp's
     "n_predict": _use("max_tokens"),
     "n_cmpl": _use("n", 1),
@@ -76,37 +72,37 @@ _GENERATION: dict[str, Unsupported | None] = {
     "lora": Unsupported("a request names its adapter as its model", (None, [])),
     "typical_p": _NO_SAMPLER._replace(neutral=(None, 1)),
     "samplers": _NO_SAMPLER._replace(neutral=(None,)),
-    **_each("top_n_sigma adaptive_target", _NO_SAMPLER._replace(neutral=(None, -1))),
-    **_each("xtc_probability dry_multiplier mirostat dynatemp_range min_keep", _NO_SAMPLER),
-    **_each("xtc_threshold dry_base dry_allowed_length dry_penalty_last_n dry_sequence_breakers", None),
-    **_each("mirostat_tau mirostat_eta dynatemp_exponent adaptive_decay", None),  # of samplers that are off
+    **each_of("top_n_sigma adaptive_target", _NO_SAMPLER._replace(neutral=(None, -1))),
+    **each_of("xtc_probability dry_multiplier mirostat dynatemp_range min_keep", _NO_SAMPLER),
+    **each_of("xtc_threshold dry_base dry_allowed_length dry_penalty_last_n dry_sequence_breakers", None),
+    **each_of("mirostat_tau mirostat_eta dynatemp_exponent adaptive_decay", None),  # of samplers that are off
     "n_indent": Unsupported("a regular expression in structured_outputs can say it", (None, 0)),
-    **_each("t_max_predict_ms t_max_prompt_ms", _NO_LIMIT),
+    **each_of("t_max_predict_ms t_max_prompt_ms", _NO_LIMIT),
     "response_fields": Unsupported("responses are whole", (None, [])),
-    **_each("post_sampling_probs timings_per_token return_progress verbose", _NOT_TOLD),
+    **each_of("post_sampling_probs timings_per_token return_progress verbose", _NOT_TOLD),
     "sse_ping_interval": Unsupported("a stream sends no pings", (None, -1)),
     "grammar_lazy": _INTERNAL._replace(neutral=_OFF),
-    **_each("grammar_triggers grammar_type chat_format chat_parser generation_prompt preserved_tokens", _INTERNAL),
+    **each_of("grammar_triggers grammar_type chat_format chat_parser generation_prompt preserved_tokens", _INTERNAL),
     "reasoning_format": _NO_REASONING._replace(neutral=(None, "none")),
-    **_each("reasoning_budget_tokens thinking_budget_tokens", _NO_REASONING._replace(neutral=(None, -1))),
+    **each_of("reasoning_budget_tokens thinking_budget_tokens", _NO_REASONING._replace(neutral=(None, -1))),
     "reasoning_control": _NO_REASONING._replace(neutral=_OFF),
-    **_each("reasoning_budget_start_tag reasoning_budget_end_tags reasoning_budget_end_tag", None),
+    **each_of("reasoning_budget_start_tag reasoning_budget_end_tags reasoning_budget_end_tag", None),
     "reasoning_budget_message": None,  # as the tags, of a budget that is off
-    **_each("cache_prompt n_cache_reuse n_keep n_discard id_slot backend_sampling message_delimiters", None),
+    **each_of("cache_prompt n_cache_reuse n_keep n_discard id_slot backend_sampling message_delimiters", None),
 }
 _OF_BODY: dict[type[Body], dict[str, Unsupported | None]] = {
     Completion: {
         **_GENERATION,
-        **_each("messages tools tool_choice top_logprobs documents reasoning_effort chat_template", _FOR_CHATS),
-        **_each("chat_template_kwargs continue_final_message functions function_call modalities audio", _FOR_CHATS),
-        **_each("add_generation_prompt parallel_tool_calls include_reasoning parse_tool_calls", None),
+        **each_of("messages tools tool_choice top_logprobs documents reasoning_effort chat_template", _FOR_CHATS),
+        **each_of("chat_template_kwargs continue_final_message functions function_call modalities audio", _FOR_CHATS),
+        **each_of("add_generation_prompt parallel_tool_calls include_reasoning parse_tool_calls", None),
         "max_completion_tokens": _use("max_tokens"),
         "suffix": Unsupported("text is generated after a prompt only", (None, "")),
-        **_each("verbosity web_search_options moderation", _FOR_CHATS),
+        **each_of("verbosity web_search_options moderation", _FOR_CHATS),
     },
     ChatCompletion: {
         **_GENERATION,
-        **_each("prompt suffix", _FOR_COMPLETIONS),
+        **each_of("prompt suffix", _FOR_COMPLETIONS),
         "best_of": _FOR_COMPLETIONS._replace(neutral=(None, 1)),
         "include_reasoning": _NO_REASONING._replace(neutral=(None, True)),
         "parse_tool_calls": Unsupported("tool_choice says it here", (None, True)),
@@ -119,7 +115,7 @@ _OF_BODY: dict[type[Body], dict[str, Unsupported | None]] = {
         "moderation": Unsupported("nothing is moderated"),
     },
     Tokenize: {
-        **_each("media_io_kwargs mm_processor_kwargs", _NO_MEDIA),
+        **each_of("media_io_kwargs mm_processor_kwargs", _NO_MEDIA),
         "content": _use("prompt"),
         "add_special": _use("add_special_tokens"),
         "with_pieces": _use("return_token_strs", False),
