@@ -232,26 +232,26 @@ def live(service: Service) -> dict[str, Any]:
 
 def _dev_routes(service: Service) -> list[Route]:
     """Return the endpoints of vLLM's development mode, which control the engine."""
-    control = service.client.control
+    call = service.client.call
 
     async def sleep(request: Request) -> Response:
         given = request.query_params.get("level", "1")
         if given not in ("1", "2"):
             raise HttpError(400, f"level must be 1 or 2, got {shown(given)}", param="level")
-        await control("sleep", int(given))
+        await call("sleep", int(given))
         return JSONResponse({"status": "sleeping", "level": int(given)})
 
     async def wake_up(request: Request) -> Response:
         tags = request.query_params.getlist("tags") or None
-        await control("wake_up", tags)
-        return JSONResponse({"status": "sleeping" if await control("is_sleeping") else "awake", "tags": tags})
+        await call("wake_up", tags)
+        return JSONResponse({"status": "sleeping" if await call("is_sleeping") else "awake", "tags": tags})
 
     async def is_sleeping(_: Request) -> Response:
-        return JSONResponse({"is_sleeping": await control("is_sleeping")})
+        return JSONResponse({"is_sleeping": await call("is_sleeping")})
 
     async def reset_prefix_cache(_: Request) -> Response:
         try:
-            await control("reset_prefix_cache")
+            await call("reset_prefix_cache")
         except AnswerError as error:
             if error.code != BUSY:
                 raise

@@ -18,7 +18,7 @@ from graphdecode.engine import Event, Request, RequestMetrics
 from graphdecode.engine.request import RequestRules
 from graphdecode.errors import AnswerError, ArgumentError
 from graphdecode.server import messages, start_engine_process
-from graphdecode.server.http import BUSY, REFUSED, RESTARTING
+from graphdecode.server.http import RESTARTING
 
 _DIED = "the engine's process ended before the output was complete"
 _PAUSES = (1, 2, 4, 8, 16, 32, 60)  # seconds after a failed start; the last one repeats
@@ -77,7 +77,7 @@ class EngineClient:
         self._grammars = GrammarCache()  # grammars that the process has
         self._numbers = itertools.count()
         self.adapters: dict[str, str] = dict(setup.adapters)  # name -> folder; a restarted process loads them, too
-        self._changes: dict[int, asyncio.Future[None]] = {}  # adapter changes in flight
+        self._calls: dict[int, asyncio.Future[Any]] = {}  # in flight
         self._metrics: dict[int, RequestMetrics] = {}  # by requests in flight
         self.prestarted: ConnectedChild | None = None  # the first process, if it was started ahead
         self._process: subprocess.Popen[bytes] | None = None
@@ -144,8 +144,8 @@ class EngineClient:
                 while True:
                     await self._handle(await messages.receive(reader))
             self.serves = False
-            for number in list(self._changes):
-                self._end_change(number, AnswerError("the engine's process ended", RESTARTING))
+            for number in list(self._calls):
+                self._end_call(messages.CallResult(number, None, AnswerError("the engine's process ended", RESTARTING)))
             lost, self._metrics = self._metrics, {}
             ended = (Event(number, [], None, "error", None, known, _DIED) for number, known in lost.items())
             self._on_events([event._replace(error_code=RESTARTING) for event in ended])
@@ -187,19 +187,15 @@ class EngineClient:
         self._heard = True
         if isinstance(message, messages.EngineStatus):
             self._on_status(message)
-        elif isinstance(message, messages.AdapterChanged):
-            self._end_change(message.number, None if message.error is None else ArgumentError(message.error))
-        elif isinstance(message, messages.Controlled):
-            code = BUSY if message.is_busy else REFUSED
-            failed = None if message.error is None else AnswerError(message.error, code)
-            self._end_change(message.number, failed, message.result)
+        elif isinstance(message, messages.CallResult):
+            self._end_call(message)
         elif isinstance(message, list):
             await self._handle_events(message)
 
-    def _end_change(self, number: int, error: Exception | None, result: Any = None) -> None:
-        change = self._changes.get(number)
-        if change is not None and not change.done():
-            change.set_result(result) if error is None else change.set_exception(error)
+    def _end_call(self, answer: messages.CallResult) -> None:
+        call = self._calls.get(answer.number)
+        if call is not None and not call.done():
+            call.set_result(answer.result) if answer.error is None else call.set_exception(answer.error)
 
     async def _handle_events(self, events: list[tuple[Any, ...]]) -> None:
         for first in range(0, len(events), _EVENTS_AT_ONCE):
@@ -224,10 +220,13 @@ class EngineClient:
         if self._writer is not None and not self._writer.is_closing():
             self._writer.write(messages.framed(message))
 
-    def add(self, request: Request) -> int:
-        """Send a request; raises `AnswerError` during a restart. The engine refuses one with its first event."""
+    def _check_serving(self) -> None:
         if not self.serves:
             raise AnswerError("the engine is restarting; try again in a few seconds", RESTARTING)
+
+    def add(self, request: Request) -> int:
+        """Send a request; raises `AnswerError` during a restart. The engine refuses one with its first event."""
+        self._check_serving()
         if request.grammar is not None and not self.has_grammar(request.grammar):  # evicted meanwhile
             self.add_grammar(messages.AddGrammar(request.grammar, None, KEPT_BYTES + 1))  # its size is no longer known
         request_id = next(self._numbers)
@@ -256,26 +255,23 @@ class EngineClient:
 
         Raises `ArgumentError` if it cannot be used or none has that name, `AnswerError` during a restart.
         """
-        await self._changed(lambda number: messages.ChangeAdapter(number, name, folder))
         if folder is None:
+            await self.call("unload_adapter", name)
             self.adapters.pop(name, None)
         else:
+            await self.call("load_adapter", name, folder)
             self.adapters[name] = folder
 
-    async def control(self, method: str, argument: Any = None) -> Any:
-        """Call a method of the engine (see `Control`); raises `AnswerError` if it refuses, or during a restart."""
-        return await self._changed(lambda number: messages.Control(number, method, argument))
-
-    async def _changed(self, message_of: Callable[[int], Any]) -> Any:
-        if not self.serves:
-            raise AnswerError("the engine is restarting; try again in a few seconds", RESTARTING)
+    async def call(self, method: str, *arguments: Any) -> Any:
+        """Call a method of the engine (see `Call`); raises `AnswerError` if it refuses, or during a restart."""
+        self._check_serving()
         number = next(self._numbers)
-        change = self._changes[number] = asyncio.get_running_loop().create_future()
-        self._write(message_of(number))
+        call = self._calls[number] = asyncio.get_running_loop().create_future()
+        self._write(messages.Call(number, method, arguments))
         try:
-            return await change
+            return await call
         finally:
-            del self._changes[number]
+            del self._calls[number]
 
     def abort(self, request_id: int) -> None:
         """See `Engine.abort`."""

@@ -27,7 +27,7 @@ from graphdecode.errors import AnswerError, ArgumentError, EngineStateError, Gra
 from graphdecode.memory import trim_heap
 from graphdecode.profiling.environment import cache_bytes, read_bandwidth
 from graphdecode.server import messages
-from graphdecode.server.http import REFUSED, SLEEPING
+from graphdecode.server.http import BUSY, REFUSED, SLEEPING
 from graphdecode.server.jobs import STACK_BYTES
 from graphdecode.text.grammar import Grammars
 
@@ -54,7 +54,7 @@ class EngineProcess:
         self._compiled: dict[str, Future[Any] | None] = {}
         self._waiting: dict[int, tuple[Future[Any], messages.Add]] = {}  # client id -> the grammar that it waits for
         self._compilers = ThreadPoolExecutor(_COMPILERS, thread_name_prefix="grammar")
-        self._loaders = ThreadPoolExecutor(1, thread_name_prefix="adapter")  # one after another, as they were sent
+        self._callers = ThreadPoolExecutor(1, thread_name_prefix="call")  # one after another, as they were sent
         self._status_sent = 0.0  # seconds
 
     def serve(self) -> None:
@@ -98,34 +98,23 @@ class EngineProcess:
         elif isinstance(message, messages.DropGrammar):
             self._cancel_unused(self._compiled.pop(message.grammar, None))
             self._compilers.submit(trim_heap)  # a grammar is scattered over the heap
-        elif isinstance(message, messages.ChangeAdapter):
-            self._loaders.submit(self._change_adapter, message)  # no step waits for a file
-        elif isinstance(message, messages.Control):
-            self._loaders.submit(self._control, message)
+        elif isinstance(message, messages.Call):
+            self._callers.submit(self._call, message)  # no step waits for an adapter's file
         elif isinstance(message, messages.Finish):
             self._cancel_unused(self._waiting.pop(message.request_id, (None,))[0])
             self._engine.finish(self._forget(message.request_id), message.num_tokens)
 
-    def _change_adapter(self, message: messages.ChangeAdapter) -> None:
-        adapters, error = self._engine.adapters, None
+    def _call(self, message: messages.Call) -> None:
+        result, failure = None, None
+        adapters = {"load_adapter": self._engine.adapters.load, "unload_adapter": self._engine.adapters.unload}
         try:
-            if message.folder is None:
-                adapters.unload(message.name)
-            else:
-                adapters.load(message.name, message.folder)
-        except Exception as refused:  # whatever a file's contents lead to, the client is told
-            error = str(refused) or type(refused).__name__
-        self._connection.send(messages.AdapterChanged(message.number, error))
-
-    def _control(self, message: messages.Control) -> None:
-        result, error, is_busy = None, None, False
-        try:
-            found = getattr(self._engine, message.method)
-            arguments = () if message.argument is None else (message.argument,)
-            result = found(*arguments) if callable(found) else found
-        except Exception as refused:
-            error, is_busy = str(refused) or type(refused).__name__, isinstance(refused, EngineStateError)
-        self._connection.send(messages.Controlled(message.number, result, error, is_busy))
+            method = adapters.get(message.method) or getattr(self._engine, message.method)
+            result = method(*message.arguments) if callable(method) else method
+        except Exception as error:  # whatever a file's contents lead to, the client learns of it
+            text = str(error) or type(error).__name__
+            code = BUSY if isinstance(error, EngineStateError) else REFUSED
+            failure = ArgumentError(text) if message.method in adapters else AnswerError(text, code)
+        self._connection.send(messages.CallResult(message.number, result, failure))
 
     def _add_compiled(self) -> None:
         if not self._engine.has_work:

@@ -18,6 +18,7 @@ from graphdecode.engine import EngineStats, Event, Request, RequestMetrics
 from graphdecode.engine.adapters import AdapterStats
 from graphdecode.engine.constraint import TokenAutomaton
 from graphdecode.engine.request import RequestRules
+from graphdecode.errors import GraphdecodeError
 
 _LENGTH = struct.Struct("!Q")
 _READ_BYTES = 1 << 20
@@ -67,36 +68,20 @@ class Finish(NamedTuple):
     num_tokens: int | None
 
 
-class ChangeAdapter(NamedTuple):
-    """Load an adapter, or forget it; `AdapterChanged` answers with the same number."""
+class Call(NamedTuple):
+    """Call a method of the engine; `CallResult` answers with the same number."""
 
     number: int
-    name: str
-    folder: str | None  # None: forget it
+    method: str  # "load_adapter", "unload_adapter", or a method or property of `Engine`
+    arguments: tuple[Any, ...]
 
 
-class AdapterChanged(NamedTuple):
-    """The outcome of a `ChangeAdapter`."""
-
-    number: int
-    error: str | None  # why nothing was changed; None: it was
-
-
-class Control(NamedTuple):
-    """Call a method of the engine; `Controlled` answers with the same number."""
-
-    number: int
-    method: str  # "sleep", "wake_up", "is_sleeping" or "reset_prefix_cache"
-    argument: Any = None
-
-
-class Controlled(NamedTuple):
-    """The outcome of a `Control`."""
+class CallResult(NamedTuple):
+    """The result of a `Call`."""
 
     number: int
     result: Any
-    error: str | None  # why nothing was changed
-    is_busy: bool  # because of requests, or of a sleep: later it may be possible
+    error: GraphdecodeError | None  # why nothing was changed
 
 
 class EngineReady(NamedTuple):
