@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias, Unpack
 from graphdecode.config.vllm_names import CALL_KEYWORDS, no_attribute, refusing
 from graphdecode.engine import SamplingParams
 from graphdecode.errors import AnswerError, ArgumentError
-from graphdecode.text.arguments import LoRARequest, Prompt, as_params, as_priorities, as_salted_prompt
+from graphdecode.text.arguments import LoRARequest, Prompt, as_salted_prompt
 from graphdecode.text.chat import ChatOptions, Message, render_chat
 from graphdecode.text.input_processor import ParentRequest
 from graphdecode.text.llm import LLM
@@ -119,13 +119,8 @@ class AsyncLLM:
         the outputs; None: a number. Arguments and errors are those of `LLM.stream`, with any `n`, and an `AnswerError`
         if this was closed or a step failed.
         """
-        (params,) = as_params(sampling_params, 1)
-        item = as_salted_prompt(prompt)
-        (first,) = as_priorities(priority, 1)
-        (adapter,) = self.llm.adapters_of(lora_request, 1)
-        process, salt = self.llm.input_processor.process, item.cache_salt
-        make = partial(process, item.prompt, params, priority=first, adapter=adapter, cache_salt=salt)
-        return self._outputs(make, params, request_id)
+        (call,) = self.llm.process_calls([as_salted_prompt(prompt)], sampling_params, priority, lora_request)
+        return self._outputs(call, request_id)
 
     @refusing(CALL_KEYWORDS, *ChatOptions.__annotations__)
     def chat(
@@ -142,14 +137,10 @@ class AsyncLLM:
 
         Arguments and errors are those of `LLM.chat`.
         """
-        (params,) = as_params(self.llm.default_chat_params() if sampling_params is None else sampling_params, 1)
+        params = self.llm.default_chat_params() if sampling_params is None else sampling_params
         chat = render_chat(self.llm.tokenizer, messages, **options)
-        ending = chat.ending(params)
-        (first,) = as_priorities(priority, 1)
-        (adapter,) = self.llm.adapters_of(lora_request, 1)
-        process = self.llm.input_processor.process
-        make = partial(process, chat.text, ending, token_ids=chat.token_ids, priority=first, adapter=adapter)
-        return self._outputs(make, ending, request_id)
+        (call,) = self.llm.process_calls([chat], params, priority, lora_request)
+        return self._outputs(call, request_id)
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
         """Abort the requests with one or several ids, with the `finish_reason` "abort"; unknown ids are ignored."""
@@ -158,9 +149,10 @@ class AsyncLLM:
         self.llm.router.abort([state for parent in parents for state in parent.states])
 
     async def _outputs(
-        self, make: Callable[[], ParentRequest], params: SamplingParams, request_id: str | None
+        self, call: partial[ParentRequest], request_id: str | None
     ) -> AsyncGenerator[RequestOutput, None]:
-        parent = make() if params.structured_outputs is None else await asyncio.to_thread(make)
+        is_structured = call.args[1].structured_outputs is not None
+        parent = await asyncio.to_thread(call) if is_structured else call()
         if request_id is not None:
             parent.output.request_id = request_id
         self._running[id(parent)] = parent

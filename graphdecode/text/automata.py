@@ -12,7 +12,7 @@ import numpy as np
 
 from graphdecode.engine.constraint import Constraint, ConstraintError, Guide, TokenAutomaton, allow, forbid
 from graphdecode.kernels.sampling.sampling_slots import MASK_BITS
-from graphdecode.text.regex_automaton import Ranges, UnknownPatternError, byte_automaton, merged, parse
+from graphdecode.text.regex_automaton import Ranges, UnknownPatternError, byte_automaton, merged
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -41,7 +41,7 @@ class TokenAutomata:
             expression = _expression(grammar)
             if expression is None:
                 return None
-            by_byte, accepts = byte_automaton(parse(expression, _class_of), MOST_STATES)
+            by_byte, accepts = byte_automaton(expression, _class_of, MOST_STATES)
             eos = self._eos_token_ids
             walk = _Walk(self._token_bytes, by_byte, accepts, matcher, eos or [self._vocabulary.eos_token])
             return walk.automaton(self._vocab_size, never=() if eos else walk.eos_token_ids)

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Unpack
 
@@ -28,13 +29,14 @@ from graphdecode.text.arguments import (
     LoRARequest,
     LoRARequests,
     Prompt,
+    SaltedPrompt,
     as_lora_requests,
     as_params,
     as_priorities,
     as_prompts,
     as_salted_prompt,
 )
-from graphdecode.text.chat import ChatOptions, Message, as_conversations, render_chat
+from graphdecode.text.chat import ChatOptions, Message, RenderedChat, as_conversations, render_chat
 from graphdecode.text.input_processor import InputProcessor, ParentRequest
 from graphdecode.text.outputs import RequestOutput, RequestState
 from graphdecode.text.router import DeferredInterrupt, SteppingRouter
@@ -205,14 +207,8 @@ class LLM:
             ValueError: not a prompt, an empty one, or a token id outside the vocabulary; parameters that cannot be
                 served, or as many as there are no prompts; an adapter cannot be used. Then no prompt was served.
         """
-        items = as_prompts(prompts)
-        params = as_params(sampling_params, len(items))
-        priorities = as_priorities(priority, len(items))
-        adapters = self.adapters_of(lora_request, len(items))
-        process, inputs = self.input_processor.process, zip(items, params, priorities, adapters, strict=True)
-        return self._generated(
-            [process(i.prompt, p, priority=n, adapter=a, cache_salt=i.cache_salt) for i, p, n, a in inputs], use_tqdm
-        )
+        calls = self.process_calls(as_prompts(prompts), sampling_params, priority, lora_request)
+        return self._generated([call() for call in calls], use_tqdm)
 
     @refusing(CALL_KEYWORDS, *ChatOptions.__annotations__)
     def chat(
@@ -241,14 +237,33 @@ class LLM:
             ArgumentError: messages are malformed, there is no chat template, or it refuses the conversation.
         """
         chats = [render_chat(self.tokenizer, each, **options) for each in as_conversations(messages)]
-        params = as_params(self.default_chat_params() if sampling_params is None else sampling_params, len(chats))
-        priorities = as_priorities(priority, len(chats))
-        process, adapters = self.input_processor.process, self.adapters_of(lora_request, len(chats))
-        inputs = zip(chats, params, priorities, adapters, strict=True)
-        return self._generated(
-            [process(c.text, c.ending(p), token_ids=c.token_ids, priority=n, adapter=a) for c, p, n, a in inputs],
-            use_tqdm,
-        )
+        params = self.default_chat_params() if sampling_params is None else sampling_params
+        return self._generated([call() for call in self.process_calls(chats, params, priority, lora_request)], use_tqdm)
+
+    def process_calls(
+        self,
+        prompts: SequenceOf[SaltedPrompt | RenderedChat],
+        sampling_params: SamplingParams | SequenceOf[SamplingParams] | None,
+        priority: SequenceOf[int] | int | None,
+        lora_request: LoRARequests,
+    ) -> list[partial[ParentRequest]]:
+        """Return the calls of `InputProcessor.process` for prompts, each argument one for all of them or for each.
+
+        Parameters are the second argument of a call. New adapters are loaded.
+        """
+        params, priorities = as_params(sampling_params, len(prompts)), as_priorities(priority, len(prompts))
+        self._check_open()
+        lora_requests, calls = as_lora_requests(lora_request, len(prompts)), []
+        for each in dict.fromkeys(filter(None, lora_requests)):
+            self.engine.adapters.load_once(each.lora_name, each.lora_path)
+        for prompt, own, rank, request in zip(prompts, params, priorities, lora_requests, strict=True):
+            adapter = None if request is None else request.lora_name
+            call = partial(self.input_processor.process, priority=rank, adapter=adapter)
+            if isinstance(prompt, RenderedChat):
+                calls.append(partial(call, prompt.text, prompt.ending(own), token_ids=prompt.token_ids))
+            else:
+                calls.append(partial(call, prompt.prompt, own, cache_salt=prompt.cache_salt))
+        return calls
 
     def _generated(self, parents: list[ParentRequest], use_tqdm: bool) -> list[RequestOutput]:
         states = [state for parent in parents for state in parent.states]
@@ -307,10 +322,8 @@ class LLM:
         item = as_salted_prompt(prompt)
         if params.n != 1:
             raise ArgumentError(f"n must be 1 for a stream, got {params.n}")
-        (first,) = as_priorities(priority, 1)
-        (adapter,) = self.adapters_of(lora_request, 1)
-        process, salt = self.input_processor.process, item.cache_salt
-        parent = process(item.prompt, params, priority=first, adapter=adapter, cache_salt=salt)
+        (call,) = self.process_calls([item], params, priority, lora_request)
+        parent = call()
         with DeferredInterrupt():
             self.router.submit([parent])
         if parent.output.error is not None:
@@ -332,14 +345,6 @@ class LLM:
     def _check_open(self) -> None:
         if self.router.closed:
             raise ClosedError("this LLM was closed")
-
-    def adapters_of(self, lora_request: LoRARequests, count: int) -> list[str | None]:
-        """Return the name of each prompt's adapter, or None; new adapters are loaded."""
-        self._check_open()
-        requests = as_lora_requests(lora_request, count)
-        for request in dict.fromkeys(each for each in requests if each is not None):
-            self.engine.adapters.load_once(request.lora_name, request.lora_path)
-        return [None if each is None else each.lora_name for each in requests]
 
     def update_weights(self, weights: str | Path | NamedTensors) -> None:
         """Copy the weights of a folder or file, or tensors by name, into the model, without capturing again.

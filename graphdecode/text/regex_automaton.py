@@ -16,7 +16,6 @@ import numpy as np
 from graphdecode.errors import GraphdecodeError
 
 Ranges: TypeAlias = tuple[tuple[int, int], ...]  # ranges of code points, both ends included, ascending
-Pattern: TypeAlias = Callable[["_Nodes", int], int]  # adds its nodes before a given node; returns its first one
 
 _LAST, _SURROGATES = 0x10FFFF, (0xD800, 0xDFFF)
 _NEWLINE: Ranges = ((10, 10),)
@@ -33,29 +32,31 @@ class UnknownPatternError(GraphdecodeError):
 
 def complement(ranges: Ranges) -> Ranges:
     """Return all other characters, without surrogates."""
-    found, first = [], 0
+    gaps, first = [], 0
     for low, high in merged((*ranges, _SURROGATES)):
         if first < low:
-            found.append((first, low - 1))
+            gaps.append((first, low - 1))
         first = high + 1
-    return (*found, (first, _LAST)) if first <= _LAST else tuple(found)
+    return (*gaps, (first, _LAST)) if first <= _LAST else tuple(gaps)
 
 
-def merged(ranges: Ranges) -> Ranges:
+def merged(ranges: Iterable[tuple[int, int]]) -> Ranges:
     """Return the same characters in ascending ranges that do not touch."""
-    found: list[tuple[int, int]] = []
+    apart: list[tuple[int, int]] = []
     for low, high in sorted(ranges):
-        if found and low <= found[-1][1] + 1:
-            found[-1] = found[-1][0], max(high, found[-1][1])
+        if apart and low <= apart[-1][1] + 1:
+            apart[-1] = apart[-1][0], max(high, apart[-1][1])
         else:
-            found.append((low, high))
-    return tuple(found)
+            apart.append((low, high))
+    return tuple(apart)
 
 
-def parse(text: str, class_of: Callable[[str], Ranges]) -> Pattern:
-    """Return the pattern of a regular expression that matches whole texts.
+def byte_automaton(text: str, class_of: Callable[[str], Ranges], most_states: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the deterministic automaton of a regular expression that matches whole texts; state 0 is the initial one.
 
-    `class_of` returns the characters of `d`, `w` and `s`. Raises `UnknownPatternError` if it is not supported.
+    It is int32 [states, 256], the next state by byte, -1 for none; and bool [states], whether the text may end.
+    `class_of` returns the characters of `d`, `w` and `s`. Raises `UnknownPatternError` if the expression is not
+    supported, or there are more states.
     """
     if _SET_OPERATION.search(text):  # Python would warn of these
         raise UnknownPatternError("an operation on classes")
@@ -65,97 +66,9 @@ def parse(text: str, class_of: Callable[[str], Ranges]) -> Pattern:
         raise UnknownPatternError(str(error)) from error
     if parsed.state.flags != re.UNICODE:
         raise UnknownPatternError("flags")
-    return _sequence(parsed, class_of)
-
-
-def _sequence(parsed: Iterable[tuple[Any, Any]], class_of: Callable[[str], Ranges]) -> Pattern:
-    parts = [_part(str(operator), argument, class_of) for operator, argument in parsed]
-
-    def before(nodes: _Nodes, end: int) -> int:
-        for part in reversed(parts):
-            end = part(nodes, end)
-        return end
-
-    return before
-
-
-def _part(operator: str, argument: Any, class_of: Callable[[str], Ranges]) -> Pattern:
-    """Return the pattern of a node of Python's syntax tree."""
-    match operator:
-        case "LITERAL":
-            return _characters(((argument, argument),))
-        case "NOT_LITERAL":
-            return _characters(complement(((argument, argument),)))
-        case "ANY":
-            return _characters(complement(_NEWLINE))
-        case "IN":
-            return _characters(_class(argument, class_of))
-        case "BRANCH":
-            parts = [_sequence(each, class_of) for each in argument[1]]
-            return lambda nodes, end: nodes.new(free=[part(nodes, end) for part in parts])
-        case "SUBPATTERN" if not any(argument[1:3]):  # no flags
-            return _sequence(argument[3], class_of)
-        case "MAX_REPEAT" | "MIN_REPEAT" if argument[0] <= _MOST_REPEATS:
-            least, most, inside = argument
-            if most is _parser.MAXREPEAT or most <= _MOST_REPEATS:
-                return _repeat(_sequence(inside, class_of), least, None if most is _parser.MAXREPEAT else most)
-    raise UnknownPatternError(f"{operator} is not supported, or repeats too often")
-
-
-def _class(parsed: Iterable[tuple[Any, Any]], class_of: Callable[[str], Ranges]) -> Ranges:
-    found: list[tuple[int, int]] = []
-    (first, _), *rest = parsed
-    is_negated = str(first) == "NEGATE"
-    for operator, argument in rest if is_negated else parsed:
-        if isinstance(argument, tuple):
-            found.append(argument)
-        elif str(operator) == "LITERAL":
-            found.append((argument, argument))
-        else:  # such as CATEGORY_NOT_SPACE
-            *_, opposite, name = str(argument).split("_")
-            ranges = class_of(name[0].lower())
-            found += complement(ranges) if opposite == "NOT" else ranges
-    ranges = merged(tuple(found))
-    return complement(ranges) if is_negated else ranges
-
-
-def _characters(ranges: Ranges) -> Pattern:
-    def before(nodes: _Nodes, end: int) -> int:
-        edges = []
-        for first, *others in utf8_ranges(ranges):
-            node = end
-            for low, high in reversed(others):
-                node = nodes.new(edges=[(low, high, node)])
-            edges.append((*first, node))
-        return nodes.new(edges=edges)
-
-    return before
-
-
-def _repeat(part: Pattern, least: int, most: int | None) -> Pattern:
-    def before(nodes: _Nodes, end: int) -> int:
-        node = end
-        if most is None:
-            node = nodes.new(free=[end])
-            nodes.free[node].append(part(nodes, node))
-        for _ in range((most or least) - least):
-            node = nodes.new(free=[part(nodes, node), end])
-        for _ in range(least):
-            node = part(nodes, node)
-        return node
-
-    return before
-
-
-def byte_automaton(pattern: Pattern, most_states: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the deterministic automaton of a pattern; state 0 is the initial one.
-
-    It is int32 [states, 256], the next state by byte, -1 for none; and bool [states], whether the text may end. Raises
-    `UnknownPatternError` if there are more states.
-    """
-    nodes = _Nodes()
+    nodes = _Nodes(class_of)
     end = nodes.new()
-    first = nodes.closure([pattern(nodes, end)])
+    first = nodes.closure([nodes.sequence(parsed, end)])
     numbers, waiting, following = {first: 0}, [first], []
     while waiting:
         line = np.full(256, -1, dtype=np.int32)
@@ -173,47 +86,109 @@ def byte_automaton(pattern: Pattern, most_states: int) -> tuple[np.ndarray, np.n
 class _Nodes:
     """A nondeterministic automaton with transitions by byte ranges, and free ones."""
 
-    def __init__(self) -> None:
-        self.free: list[list[int]] = []
-        self.edges: list[Sequence[tuple[int, int, int]]] = []  # first and last byte, and the target
+    def __init__(self, class_of: Callable[[str], Ranges]) -> None:
+        self._class_of = class_of
+        self._free: list[list[int]] = []
+        self._edges: list[Sequence[tuple[int, int, int]]] = []  # first and last byte, and the target
         self._work = 0  # bytes and nodes visited
 
     def new(self, *, free: Sequence[int] = (), edges: Sequence[tuple[int, int, int]] = ()) -> int:
-        if len(self.free) == _MOST_NODES:
+        if len(self._free) == _MOST_NODES:
             raise UnknownPatternError(f"more than {_MOST_NODES} nodes")
-        self.free.append(list(free))
-        self.edges.append(edges)
-        return len(self.free) - 1
+        self._free.append(list(free))
+        self._edges.append(edges)
+        return len(self._free) - 1
 
-    def closure(self, nodes: Sequence[int]) -> frozenset[int]:
+    def sequence(self, parsed: Iterable[tuple[Any, Any]], end: int) -> int:
+        """Add the parts of Python's syntax tree before a node; return the first node."""
+        for operator, argument in reversed(list(parsed)):
+            end = self._part(str(operator), argument, end)
+        return end
+
+    def _part(self, operator: str, argument: Any, end: int) -> int:
+        match operator:
+            case "LITERAL":
+                return self._characters(((argument, argument),), end)
+            case "NOT_LITERAL":
+                return self._characters(complement(((argument, argument),)), end)
+            case "ANY":
+                return self._characters(complement(_NEWLINE), end)
+            case "IN":
+                return self._characters(self._class(argument), end)
+            case "BRANCH":
+                return self.new(free=[self.sequence(each, end) for each in argument[1]])
+            case "SUBPATTERN" if not any(argument[1:3]):  # no flags
+                return self.sequence(argument[3], end)
+            case "MAX_REPEAT" | "MIN_REPEAT" if argument[0] <= _MOST_REPEATS:
+                least, most, inside = argument
+                if most is _parser.MAXREPEAT or most <= _MOST_REPEATS:
+                    return self._repeat(inside, least, None if most is _parser.MAXREPEAT else most, end)
+        raise UnknownPatternError(f"{operator} is not supported, or repeats too often")
+
+    def _class(self, parsed: Sequence[tuple[Any, Any]]) -> Ranges:
+        characters: list[tuple[int, int]] = []
+        is_negated = str(parsed[0][0]) == "NEGATE"
+        for operator, argument in parsed[is_negated:]:
+            if isinstance(argument, tuple):
+                characters.append(argument)
+            elif str(operator) == "LITERAL":
+                characters.append((argument, argument))
+            else:  # such as CATEGORY_NOT_SPACE
+                *_, opposite, name = str(argument).split("_")
+                ranges = self._class_of(name[0].lower())
+                characters += complement(ranges) if opposite == "NOT" else ranges
+        return complement(merged(characters)) if is_negated else merged(characters)
+
+    def _characters(self, ranges: Ranges, end: int) -> int:
+        edges = []
+        for first, *others in _utf8_ranges(ranges):
+            node = end
+            for low, high in reversed(others):
+                node = self.new(edges=[(low, high, node)])
+            edges.append((*first, node))
+        return self.new(edges=edges)
+
+    def _repeat(self, inside: Any, least: int, most: int | None, end: int) -> int:
+        node = end
+        if most is None:
+            node = self.new(free=[end])
+            self._free[node].append(self.sequence(inside, node))
+        for _ in range((most or least) - least):
+            node = self.new(free=[self.sequence(inside, node), end])
+        for _ in range(least):
+            node = self.sequence(inside, node)
+        return node
+
+    def closure(self, nodes: Iterable[int]) -> frozenset[int]:
         """Return the nodes that free transitions reach."""
-        found, waiting = set(nodes), list(nodes)
+        reached = set(nodes)
+        waiting = list(reached)
         while waiting:
-            new = [node for node in self.free[waiting.pop()] if node not in found]
-            found.update(new)
+            new = [node for node in self._free[waiting.pop()] if node not in reached]
+            reached.update(new)
             waiting += new
-        return frozenset(node for node in found if self.edges[node] or not self.free[node])
+        return frozenset(node for node in reached if self._edges[node] or not self._free[node])
 
     def steps(self, state: frozenset[int]) -> Iterator[tuple[int, frozenset[int]]]:
         """Yield bytes, and the nodes that each leads to."""
         targets: list[list[int]] = [[] for _ in range(256)]
         for node in state:
-            for low, high, target in self.edges[node]:
+            for low, high, target in self._edges[node]:
                 self._work += high - low + 1
                 for byte in range(low, high + 1):
                     targets[byte].append(target)
         if self._work > _MOST_WORK:
             raise UnknownPatternError("too much work")
         closures: dict[frozenset[int], frozenset[int]] = {}
-        for byte, led_to in enumerate(map(frozenset, targets)):
-            if led_to:
-                if led_to not in closures:
-                    closures[led_to] = self.closure(list(led_to))
-                    self._work += len(closures[led_to])
-                yield byte, closures[led_to]
+        for byte, nodes in enumerate(map(frozenset, targets)):
+            if nodes:
+                if nodes not in closures:
+                    closures[nodes] = self.closure(nodes)
+                    self._work += len(closures[nodes])
+                yield byte, closures[nodes]
 
 
-def utf8_ranges(ranges: Ranges) -> Iterator[list[tuple[int, int]]]:
+def _utf8_ranges(ranges: Ranges) -> Iterator[list[tuple[int, int]]]:
     """Yield sequences of byte ranges that together encode the characters of some ranges, without surrogates."""
     for low, high in ranges:
         for first, last, length in _LENGTHS:
