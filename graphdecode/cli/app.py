@@ -144,8 +144,8 @@ for _group in (app, models, buckets):
         _command.help = "\n\n".join(" ".join(each.split("\n")) for each in _paragraphs)
 
 
-def _show_version(is_wanted: bool) -> None:
-    if is_wanted:
+def _show_version(is_requested: bool) -> None:
+    if is_requested:
         typer.echo(state() if "--debug" in sys.argv else versions())
         raise typer.Exit
 
@@ -203,11 +203,11 @@ def _with_flag(message: str) -> str:
     name, _, rest = message.partition(" ")
     fields = {name} | {key.field for key in all_keys() if key.name == name}
     command: Any = typer.main.get_command(app)
-    given = [argument.partition("=")[0] for argument in sys.argv[1:]]
-    for word in given:
+    words = [argument.partition("=")[0] for argument in sys.argv[1:]]
+    for word in words:
         command = getattr(command, "commands", {}).get(word, command)
     flags = [flag for option in command.params if option.name in fields for flag in option.opts]
-    return next((f"{flag} {rest}" for flag in flags if flag in given), message)
+    return next((f"{flag} {rest}" for flag in flags if flag in words), message)
 
 
 def main() -> None:

@@ -254,14 +254,16 @@ def _memory_table(
     capacity = plan_capacity(engine, settings, dtype, device, available_bytes=max(free - weights - adapters, 0))
     pages, per_row, rolling = capacity.total_num_pages, capacity.pages_per_row, capacity.rolling
     cache = capacity.page_bytes * (pages + 1)
-    states, kept = state_bytes_of(config, settings), checkpoint_bytes_of(engine, settings)
+    states, checkpoints = state_bytes_of(config, settings), checkpoint_bytes_of(engine, settings)
     drafted = draft_state_bytes_of(engine, settings)
     pairs = paired_adapter_bytes_of(engine, settings, dtype, device)
-    left = free - weights - adapters - capacity.cache_bytes - states - kept - drafted - pairs
-    left -= rounding_bytes_of(engine, device)
+    remaining = free - weights - adapters - capacity.cache_bytes - states - checkpoints - drafted - pairs
+    remaining -= rounding_bytes_of(engine, device)
     name = str(dtype).removeprefix("torch.")
-    of_states = f"of {config.max_batch_size} rows, and one for padding" + "; prefixes are not shared" * (not kept)
-    of_kept = f"of {engine.state_checkpoints} prefixes, at most one for {engine.state_checkpoint_tokens} tokens"
+    of_states = f"of {config.max_batch_size} rows, and one for padding" + "; prefixes are not shared" * (
+        not checkpoints
+    )
+    of_checkpoints = f"of {engine.state_checkpoints} prefixes, at most one for {engine.state_checkpoint_tokens} tokens"
     limit = f"; pages may take {config.memory_fraction:.0%} of it" if config.total_num_pages == "auto" else ""
     layers, ring = (0, 0) if rolling is None else (sum(rolling.layers), rolling.pages)
     slots = f"{engine.max_adapters} slots of rank {engine.max_adapter_rank}"
@@ -278,10 +280,14 @@ def _memory_table(
         ),
         ("of windows", capacity.rolling_bytes, f"{ring} pages a row for {layers} layers with a window"),
         ("recurrent states", states, of_states),
-        ("checkpoints", kept, of_kept),
+        ("checkpoints", checkpoints, of_checkpoints),
         ("states of drafts", drafted, f"{draft_states_of(engine)} queries of all rows"),
         ("experts' adapters", pairs, "what they add in a pass"),
-        ("left" if left >= 0 else "missing", abs(left), "for graphs and buffers" if left >= 0 else "it does not fit"),
+        (
+            "left" if remaining >= 0 else "missing",
+            abs(remaining),
+            "for graphs and buffers" if remaining >= 0 else "it does not fit",
+        ),
     )
     columns: dict[str, Callable[[tuple[str, int, str]], str]] = {
         "what": lambda line: line[0],

@@ -21,7 +21,7 @@ from graphdecode.cli.options import (
     MODEL_OPTIONS,
     ConfigOption,
     TokenizerOption,
-    ctrl_c_held_back,
+    ctrl_c_blocked,
     print_error,
     print_message,
     settings_of,
@@ -121,12 +121,12 @@ class ChatSession:
             pass
 
     def _handle(self, line: str) -> None:
-        found = _COMMAND.fullmatch(line)
+        command = _COMMAND.fullmatch(line)
         try:
-            if found is None:
+            if command is None:
                 self._answer(line)
             else:
-                self._command(found[1], found[2] or "")
+                self._command(command[1], command[2] or "")
         except OSError as error:
             print_error(f"{cause(error)}: {error.filename}" if error.filename else cause(error))
         except GraphdecodeError as error:
@@ -269,20 +269,20 @@ def chat(
         settings = settings_of(config, **overrides)
         if lora is not None and not settings.max_adapters:
             settings = settings.with_settings(max_adapters=1)
-        with ctrl_c_held_back():
+        with ctrl_c_blocked():
             from graphdecode import LLM, LoRARequest
             from graphdecode.memory import collector_spared
             from graphdecode.text import Conversation, render_chat
 
-        given = {"seed": settings.seed, **sampling, "max_tokens": max_tokens}
-        SamplingParams(**given)  # fails before the model is loaded, as `render_chat` does without a template
+        sampling_args = {"seed": settings.seed, **sampling, "max_tokens": max_tokens}
+        SamplingParams(**sampling_args)  # fails before the model is loaded, as `render_chat` does without a template
         checkpoint = find_checkpoint(model, tokenizer, settings, overrides.get("max_sequence_length"))
         first = {"role": "user", "content": messages[0] if messages else "Hello"}
         render_chat(checkpoint.tokenizer, [first], chat_template=chat_template)
         settings = fitted(settings, [1], None, outputs=1, trained_length=checkpoint.trained_length)
         llm = LLM(checkpoint.path, config=settings, tokenizer=checkpoint.tokenizer, progress=True)
     with llm, collector_spared():
-        params = replace(llm.default_chat_params(), **given)
+        params = replace(llm.default_chat_params(), **sampling_args)
         conversation = Conversation(
             llm,
             system=system,

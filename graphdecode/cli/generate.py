@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from graphdecode.cli.checkpoint import FoundCheckpoint, find_checkpoint, fitted
+from graphdecode.cli.checkpoint import Checkpoint, find_checkpoint, fitted
 from graphdecode.cli.options import (
     MODEL_OPTIONS,
     ConfigOption,
     ModelOption,
     TokenizerOption,
-    ctrl_c_held_back,
+    ctrl_c_blocked,
     options_of,
     print_error,
     print_message,
@@ -66,12 +66,12 @@ def generate(
         sampling["logit_bias"] = dict(map(_bias, sampling["logit_bias"]))
     texts = _collect_prompts(prompts or [], prompt or [], prompts_file)
     settings = settings_of(config, **overrides)
-    with ctrl_c_held_back():
+    with ctrl_c_blocked():
         from graphdecode import LLM
         from graphdecode.memory import collector_spared
 
-    given = {"seed": settings.seed, **sampling, "max_tokens": max_tokens}
-    requested = SamplingParams(**given)  # fails before the model is loaded
+    sampling_args = {"seed": settings.seed, **sampling, "max_tokens": max_tokens}
+    requested = SamplingParams(**sampling_args)  # fails before the model is loaded
     if record_batches is not None:
         from graphdecode.profiling.tuner import check_record, record_batch_sizes
 
@@ -82,7 +82,7 @@ def generate(
         LLM(checkpoint.path, config=settings, tokenizer=checkpoint.tokenizer, progress=True) as llm,
         collector_spared(),
     ):
-        params = replace(llm.get_default_sampling_params(), **given)
+        params = replace(llm.get_default_sampling_params(), **sampling_args)
         ready = time.perf_counter()
         try:
             outputs = _print_outputs(llm, texts, params, as_json)
@@ -103,9 +103,7 @@ def generate(
         raise typer.Exit(2)
 
 
-def _sized(
-    settings: EngineConfig, checkpoint: FoundCheckpoint, texts: list[str], params: SamplingParams
-) -> EngineConfig:
+def _sized(settings: EngineConfig, checkpoint: Checkpoint, texts: list[str], params: SamplingParams) -> EngineConfig:
     most = params.truncate_prompt_tokens
     lengths = [len(checkpoint.tokenizer(text, verbose=False).input_ids) for text in texts]
     if most is not None and most > 0:

@@ -53,10 +53,10 @@ def quantize(
     settings_of(None, **overrides)
     from graphdecode.convert import quantized_copy
 
-    made = quantized_copy(
+    path = quantized_copy(
         model, out, to, group_size=group_size, file_format=file_format, overwrite=overwrite, progress=True
     )
-    _print_written(made, f" of {to}")
+    _print_written(path, f" of {to}")
 
 
 @with_settings()
@@ -76,14 +76,14 @@ def convert(
     settings_of(None, **overrides)
     from graphdecode.convert import converted_copy
 
-    made = converted_copy(model, folder, dtype=dtype, overwrite=overwrite, progress=True)
-    _print_written(made, "")
+    path = converted_copy(model, folder, dtype=dtype, overwrite=overwrite, progress=True)
+    _print_written(path, "")
 
 
-def _print_written(made: Path, of_what: str) -> None:
-    files = [made] if made.is_file() else [file for file in made.iterdir() if file.is_file()]
-    print_message(f"{sum(file.stat().st_size for file in files) / 2**20:.1f} MiB{of_what} written to")
-    typer.echo(made)
+def _print_written(path: Path, form: str) -> None:
+    files = [path] if path.is_file() else [file for file in path.iterdir() if file.is_file()]
+    print_message(f"{sum(file.stat().st_size for file in files) / 2**20:.1f} MiB{form} written to")
+    typer.echo(path)
 
 
 models = typer.Typer(invoke_without_command=True, epilog="Example: graphdecode models install smollm2")

@@ -115,12 +115,12 @@ def table_of(
 @functools.cache
 def options_of(*configs: type) -> dict[str, Any]:
     """Return typer's options for the fields of dataclasses, by name."""
-    found: dict[str, Any] = {}
+    options_by_name: dict[str, Any] = {}
     for config in configs:
         hints = get_type_hints(config, localns={"Sequence": list})
         options = [each for each in dataclasses.fields(config) if each.metadata.get("option") is not None]
-        found |= {each.name: _annotated(each, hints[each.name]) for each in options}
-    return found
+        options_by_name |= {each.name: _annotated(each, hints[each.name]) for each in options}
+    return options_by_name
 
 
 def _annotated(field: dataclasses.Field[Any], hint: Any) -> Any:
@@ -139,7 +139,7 @@ def _annotated(field: dataclasses.Field[Any], hint: Any) -> Any:
 
 
 @contextmanager
-def ctrl_c_held_back() -> Iterator[None]:
+def ctrl_c_blocked() -> Iterator[None]:
     """Hold Ctrl-C back while modules are imported: some drop it in C, as torch does while it imports numpy."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT,))
     try:
@@ -154,15 +154,15 @@ def with_options(name: str, configs: tuple[type, ...], *fields: str) -> _Decorat
 
     def with_options(command: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(command)
-        def called(**given: Any) -> None:
-            values = {key: given.pop(key, None) for key in options}
-            command(**given, **{name: {key: value for key, value in values.items() if value not in (None, [])}})
+        def called(**arguments: Any) -> None:
+            values = {key: arguments.pop(key, None) for key in options}
+            command(**arguments, **{name: {key: value for key, value in values.items() if value not in (None, [])}})
 
-        own = inspect.signature(command, eval_str=True)
-        parameters = [parameter for key, parameter in own.parameters.items() if key != name]
+        signature = inspect.signature(command, eval_str=True)
+        parameters = [parameter for key, parameter in signature.parameters.items() if key != name]
         kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
         parameters += [inspect.Parameter(key, kind, default=None, annotation=options[key]) for key in options]
-        called.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]
+        called.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
         called.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
         return called
 
@@ -176,9 +176,9 @@ def with_settings(*fields: str) -> _Decorator:
 
 def settings_of(config: Path | None, **options: Any) -> EngineConfig:
     """Return the settings of a file (None: defaults) with options, and load their modules; raises `ArgumentError`."""
-    found = EngineConfig.of(config, **options)
-    load_modules(found.load_modules)
-    return found
+    settings = EngineConfig.of(config, **options)
+    load_modules(settings.load_modules)
+    return settings
 
 
 def stdin_text() -> str:

@@ -21,7 +21,7 @@ from graphdecode.cli.options import (
     ConfigOption,
     ModelOption,
     TokenizerOption,
-    ctrl_c_held_back,
+    ctrl_c_blocked,
     print_error,
     print_message,
     settings_of,
@@ -69,7 +69,7 @@ def service_maker(
     model: str, tokenizer: str | None, settings: EngineConfig, server_config: ServerConfig
 ) -> Callable[[], Service]:
     """Return a picklable factory of a model's service; for arguments and errors see `find_checkpoint`."""
-    with ctrl_c_held_back():
+    with ctrl_c_blocked():
         from graphdecode import __version__
         from graphdecode.models import generation_defaults
         from graphdecode.server.service import Service
@@ -155,7 +155,7 @@ def _run(
 ) -> None:
     import logging
 
-    with ctrl_c_held_back():
+    with ctrl_c_blocked():
         from graphdecode.server.app import make_app
         from graphdecode.server.run import bind, run
 

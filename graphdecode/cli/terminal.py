@@ -38,10 +38,10 @@ class WrappedText:
         """Print a piece."""
         if self._is_terminal:
             width = shutil.get_terminal_size().columns
-            piece = "".join(self._placed(character, width - 1) for character in piece)
+            piece = "".join(self._wrapped(character, width - 1) for character in piece)
         print(piece, end="", flush=True)
 
-    def _placed(self, character: str, limit: int) -> str:
+    def _wrapped(self, character: str, limit: int) -> str:
         """Return the output for a character, with at most `limit` columns of a line used."""
         if character == "\n":
             self._column, self._word = 0, ""

@@ -87,23 +87,29 @@ def key(
 def keys_of(config: Any) -> tuple[Key, ...]:
     """Return the keys of a configuration's class or instance."""
     return tuple(
-        Key(own["section"], own["name"] or field.name, field.name, field.default, own["values"], own["meaning"])
+        Key(
+            metadata["section"],
+            metadata["name"] or field.name,
+            field.name,
+            field.default,
+            metadata["values"],
+            metadata["meaning"],
+        )
         for field in dataclasses.fields(config)
-        if (own := field.metadata)
+        if (metadata := field.metadata)
     )
 
 
 def check_keys(config: Any) -> None:
-    """Make the numbers of a new configuration Python's own; raise a ConfigError for the first invalid value."""
+    """Make numbers Python's own and lists tuples in a new configuration; raise ConfigError for an invalid value."""
     for each in keys_of(config):
         value = getattr(config, each.field)
-        plain = [_plain(item) for item in value] if isinstance(value, (list, tuple)) else _plain(value)
-        plain = tuple(plain) if isinstance(value, tuple) else plain
-        each.check(plain)
-        object.__setattr__(config, each.field, plain)
+        value = [_as_python(item) for item in value] if isinstance(value, (list, tuple)) else _as_python(value)
+        each.check(value)
+        object.__setattr__(config, each.field, tuple(value) if isinstance(value, list) else value)
 
 
-def _plain(value: Any) -> Any:
+def _as_python(value: Any) -> Any:
     """Return a number, numpy's for example, as Python's, which can be written as TOML; anything else as it is."""
     if type(value) in (bool, int, float) or not isinstance(value, Real):
         return value

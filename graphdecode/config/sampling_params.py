@@ -64,10 +64,10 @@ class StructuredOutputsParams:
     whitespace_pattern: str | None = None
 
     def __post_init__(self) -> None:
-        given = [name for name in _KINDS if getattr(self, name) not in (None, False)]
-        if len(given) != 1:
-            names, found = ", ".join(_KINDS[:-1]), " and ".join(given) or None
-            raise ArgumentError(f"structured_outputs must have exactly one of {names}, got {found}")
+        kinds = [name for name in _KINDS if getattr(self, name) not in (None, False)]
+        if len(kinds) != 1:
+            names, chosen = ", ".join(_KINDS[:-1]), " and ".join(kinds) or None
+            raise ArgumentError(f"structured_outputs must have exactly one of {names}, got {chosen}")
         if self.structural_tag is not None:
             raise ArgumentError("structured_outputs: structural_tag is not supported; a grammar can say the same")
         for name, values in _STRUCTURED.items():
@@ -89,8 +89,8 @@ class StructuredOutputsParams:
         except (ValueError, RecursionError):
             return None
 
-    def _check(self, name: str, good: bool, expected: str) -> None:
-        if not good:
+    def _check(self, name: str, is_valid: bool, expected: str) -> None:
+        if not is_valid:
             raise ArgumentError(f"structured_outputs: {name} must be {expected}, got {shown(getattr(self, name))}")
 
 
@@ -216,7 +216,7 @@ class SamplingParams:
         "--bad-word",
     )
     structured_outputs: StructuredOutputsParams | None = _param(
-        None, none_or(Values("a StructuredOutputsParams", lambda given: isinstance(given, StructuredOutputsParams)))
+        None, none_or(Values("a StructuredOutputsParams", lambda value: isinstance(value, StructuredOutputsParams)))
     )
     stop: str | Sequence[str] | None = _param(
         None,
@@ -233,7 +233,7 @@ class SamplingParams:
     prompt_logprobs: int | None = _param(None, _COUNT, "As --logprobs, at each position of the prompt.")
     truncate_prompt_tokens: int | None = _param(
         None,
-        Values("None, -1 or an integer >= 1", lambda kept: kept is None or (is_integer(kept, -1) and kept != 0)),
+        Values("None, -1 or an integer >= 1", lambda value: value is None or (is_integer(value, -1) and value != 0)),
         "Number of the prompt's last tokens to keep; -1: as many as leave room.",
     )
     skip_special_tokens: bool = _param(True, _SWITCH, "Leave special tokens out of the text.")
@@ -265,8 +265,8 @@ class SamplingParams:
         self._check("stop", are_texts, "text, or a list of texts, none of them empty")
         longest = max(map(len, strings), default=0)
         self._check("stop", longest <= MAX_STOP_LENGTH, f"of at most {MAX_STOP_LENGTH} characters, not {longest}")
-        is_made = self.detokenize or not strings
-        self._check("stop", is_made, "None if detokenize is False")
+        has_text = self.detokenize or not strings
+        self._check("stop", has_text, "None if detokenize is False")
         object.__setattr__(self, "stop_strings", strings)
         if self.seed == -1:
             object.__setattr__(self, "seed", None)
@@ -286,8 +286,8 @@ class SamplingParams:
             object.__setattr__(changed, name, value)
         return changed
 
-    def _check(self, name: str, good: bool, expected: str) -> None:
-        if not good:
+    def _check(self, name: str, is_valid: bool, expected: str) -> None:
+        if not is_valid:
             raise ArgumentError(f"{name} must be {expected}, got {shown(getattr(self, name))}")
 
 

@@ -34,7 +34,7 @@ from graphdecode.config.key import (
     texts,
     written,
 )
-from graphdecode.config.vllm_names import DTYPES, SETTINGS, check_known
+from graphdecode.config.vllm_names import DTYPES, SETTINGS, check_keyword_names
 from graphdecode.errors import ArgumentError, ConfigError
 
 SERVER, REPLICAS = "server", "replicas"  # sections that are not the engine's
@@ -106,7 +106,6 @@ class BucketConfig:
     def __post_init__(self) -> None:
         check_keys(self)
         if not isinstance(self.batch_sizes, str):
-            object.__setattr__(self, "batch_sizes", tuple(self.batch_sizes))
             too_large = [size for size in self.batch_sizes if size > self.max_batch_size]
             if too_large:
                 raise ConfigError(f"batch_sizes must be at most max_batch_size={self.max_batch_size}, got {too_large}")
@@ -311,8 +310,8 @@ class EngineConfig:
         """Return a copy with some fields of it and of its buckets changed."""
         of_buckets = {field.name for field in fields(BucketConfig)}
         buckets = replace(self.buckets, **{name: value for name, value in changes.items() if name in of_buckets})
-        own = {name: value for name, value in changes.items() if name not in of_buckets}
-        return replace(self, buckets=buckets, **own)
+        of_engine = {name: value for name, value in changes.items() if name not in of_buckets}
+        return replace(self, buckets=buckets, **of_engine)
 
     @classmethod
     def of(
@@ -323,8 +322,8 @@ class EngineConfig:
         Raises `ConfigError` for a value or file that cannot be used, `ArgumentError` for another type of `config`,
         `TypeError` if there is no such field.
         """
-        known = [each.field for each in (*keys_of(BucketConfig), *keys_of(EngineConfig))]
-        check_known(sorted(keywords), known, SETTINGS)
+        names = [each.field for each in (*keys_of(BucketConfig), *keys_of(EngineConfig))]
+        check_keyword_names(sorted(keywords), names, SETTINGS)
         if config is None:
             config = cls()
         elif isinstance(config, (str, Path)):
@@ -470,8 +469,6 @@ class ServerConfig:
 
     def __post_init__(self) -> None:
         check_keys(self)
-        for name in ("api_keys", "allowed_hosts", "cors_origins", "lora_modules"):
-            object.__setattr__(self, name, tuple(getattr(self, name)))
 
 
 @dataclass(frozen=True)

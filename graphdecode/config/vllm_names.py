@@ -67,7 +67,7 @@ _NO_PROMPT_ADAPTER = Unsupported("there are no prompt adapters; lora_request tak
 _NO_MEDIA = Unsupported("only text models are supported", (None, "", False))
 _NO_POOLING = Unsupported("models only generate: there are no embeddings or scores")
 _FOLDER = Unsupported("give the folder of what `hf download MODEL --revision REVISION` fetched as the model")
-_NOT_HERE = Unsupported(  # with vLLM's defaults
+_INTERNAL = Unsupported(  # with vLLM's defaults
     "this is internal to vLLM, and has no counterpart here",
     (None, False, 0, 16, 32, 512, {}, "", "auto", "builtin", "sha256", "warn"),
 )
@@ -154,10 +154,10 @@ LLM_KEYWORDS: dict[str, Unsupported] = {
     **each_of("speculative_model num_speculative_tokens", _SPECULATION),
     **each_of("optimization_level compilation_config", _BUCKETS),
     "logprobs_mode": Unsupported("log-probabilities are of the model's own logits", (None, "raw_logprobs")),
-    **each_of("disable_hybrid_kv_cache_manager kv_transfer_config kv_events_config attention_config", _NOT_HERE),
-    **each_of("attention_backend show_hidden_metrics_for_version prefix_caching_hash_algo", _NOT_HERE),
-    **each_of("model_loader_extra_config additional_config worker_cls worker_extension_cls", _NOT_HERE),
-    **each_of("disable_cascade_attn disable_async_output_proc", _NOT_HERE._replace(neutral=(None, False, True))),
+    **each_of("disable_hybrid_kv_cache_manager kv_transfer_config kv_events_config attention_config", _INTERNAL),
+    **each_of("attention_backend show_hidden_metrics_for_version prefix_caching_hash_algo", _INTERNAL),
+    **each_of("model_loader_extra_config additional_config worker_cls worker_extension_cls", _INTERNAL),
+    **each_of("disable_cascade_attn disable_async_output_proc", _INTERNAL._replace(neutral=(None, False, True))),
     "stream_interval": _PIECES,
     "use_tqdm_on_load": Unsupported("progress=True shows bars while loading", (None, True, False)),
     "disable_log_requests": Unsupported("LLM logs no requests", (None, True, False)),
@@ -194,7 +194,7 @@ LLM_KEYWORDS: dict[str, Unsupported] = {
     **each_of("enable_hc_sp enable_batch_sharded_sampling enable_ep_weight_filter enable_elastic_ep", _ONE_DEVICE),
     "all2all_backend": _ONE_DEVICE,
     **each_of("elastic_ep_max_dp_size eplb_config dp_sync_interval disable_nccl_for_dp_synchronization", _ONE_DEVICE),
-    **each_of("enable_dbo ubatch_size dbo_decode_token_threshold dbo_prefill_token_threshold", _NOT_HERE),
+    **each_of("enable_dbo ubatch_size dbo_decode_token_threshold dbo_prefill_token_threshold", _INTERNAL),
     **each_of("moe_backend linear_backend sparse_indexer_topk_backend", _KERNELS),
     **each_of("ir_op_priority kernel_config mamba_backend mamba_ssu_algorithm gdn_prefill_backend", _KERNELS),
     **each_of("kda_prefill_backend kda_decode_backend monokernel enable_flashinfer_autotune", _KERNELS),
@@ -204,13 +204,13 @@ LLM_KEYWORDS: dict[str, Unsupported] = {
     "enable_mamba_shared_prefix_checkpoint": Unsupported("state_checkpoints keeps recurrent states", (None, False)),
     **each_of("mamba_cache_mode mamba_block_size", Unsupported("state_checkpoint_tokens says it here")),
     **each_of("mamba_cache_dtype mamba_ssm_cache_dtype", Unsupported("states have their own types", (None, "auto"))),
-    **each_of("enable_mamba_cache_stochastic_rounding mamba_cache_philox_rounds use_replayssm", _NOT_HERE),
-    **each_of("mamba_config engram_config diffusion_config watermark_config aux_output_config", _NOT_HERE),
+    **each_of("enable_mamba_cache_stochastic_rounding mamba_cache_philox_rounds use_replayssm", _INTERNAL),
+    **each_of("mamba_config engram_config diffusion_config watermark_config aux_output_config", _INTERNAL),
     **each_of("offload_backend cpu_offload_params offload_params offload_group_size offload_num_in_group", _OFFLOAD),
     **each_of("offload_prefetch_step kv_offloading_size kv_offloading_backend", _OFFLOAD),
-    **each_of("kv_sharing_fast_prefill tokens_only enable_trace_replay replayssm_buffer_len", _NOT_HERE),
+    **each_of("kv_sharing_fast_prefill tokens_only enable_trace_replay replayssm_buffer_len", _INTERNAL),
     "kv_cache_dtype_skip_layers": Unsupported("kv_cache_dtype is that of all layers", (None, [])),
-    **each_of("swa_bounded_replay allow_deprecated_quantization", _NOT_HERE._replace(neutral=(None, True, False))),
+    **each_of("swa_bounded_replay allow_deprecated_quantization", _INTERNAL._replace(neutral=(None, True, False))),
     "max_num_scheduled_tokens": Unsupported("max_prefill_tokens says it here"),
     **each_of("long_prefill_token_threshold long_prefill_token_threshold_adaptive", _CHUNKS),
     "scheduler_reserve_full_isl": Unsupported("a prompt is admitted with pages for all of it", (None, True, False)),
@@ -243,10 +243,10 @@ LLM_KEYWORDS: dict[str, Unsupported] = {
     ),
     "enable_log_requests": Unsupported("LLM logs no requests; [server] log_requests does", (None, False)),
     **each_of(
-        "ec_transfer_config ec_manager_config weight_transfer_config watchdog_config jit_monitor_mode", _NOT_HERE
+        "ec_transfer_config ec_manager_config weight_transfer_config watchdog_config jit_monitor_mode", _INTERNAL
     ),
     **each_of(
-        "fault_tolerance_config enable_fault_tolerance fail_on_environ_validation jit_monitor_verbose", _NOT_HERE
+        "fault_tolerance_config enable_fault_tolerance fail_on_environ_validation jit_monitor_verbose", _INTERNAL
     ),
     "sleep_mode_backend": Unsupported("there is one", (None, "cumem")),
     **each_of("sleep_mode_offload_cudagraph enable_cumem_allocator enable_nccl_comm_suspend", _SLEEPING),
@@ -265,7 +265,7 @@ CALL_KEYWORDS: dict[str, Unsupported] = {
     "tokenization_kwargs": Unsupported("SamplingParams(truncate_prompt_tokens=...) cuts prompts", (None, {})),
     "chat_template_content_format": Unsupported("a template gets contents as texts", (None, "auto", "string")),
     "data_parallel_rank": _REPLICAS._replace(neutral=(None,)),
-    **each_of("trace_headers prompt_text session_id kv_hints reasoning_ended reasoning_parser_kwargs", _NOT_HERE),
+    **each_of("trace_headers prompt_text session_id kv_hints reasoning_ended reasoning_parser_kwargs", _INTERNAL),
 }
 _POOLING = "there is none: " + _NO_POOLING.instead
 _WORKERS = "there is none: no worker takes calls; LLM.model and LLM.engine are the objects themselves"
@@ -274,7 +274,7 @@ _PROFILE = "there is none: `graphdecode profile` measures each bucket, with --tr
 _PAUSE = "there is none: AsyncLLM.abort ends requests, and LLM.sleep refuses them"
 _HEALTH = "there is none: an AnswerError of an output says what failed"
 _AUTOSCALE = "there is none: see `graphdecode serve --autoscale`"
-_INTERNAL = "there is none: it is internal to vLLM"
+_INTERNAL_METHOD = "there is none: it is internal to vLLM"
 _UPDATES = "LLM.update_weights takes new weights"
 LLM_METHODS: dict[str, str] = {  # methods of vLLM's LLM and AsyncLLM -> what to use instead
     "beam_search": "there is none: sample n outputs with logprobs=0 and keep that of the best cumulative_logprob",
@@ -302,8 +302,8 @@ LLM_METHODS: dict[str, str] = {  # methods of vLLM's LLM and AsyncLLM -> what to
     "pin_lora": "there is none: max_adapters slots hold those that are used",
     "wait_for_requests_to_drain": "there is none: wait for the outputs",
     **each_of("scale_elastic_ep get_external_elastic_ep_status", _AUTOSCALE),
-    **each_of("checkpoint_prepare checkpoint_restore compute_weight_checksums", _INTERNAL),
-    **each_of("get_kv_event_sources notify_kv_transfer_request_rejected", _INTERNAL),
+    **each_of("checkpoint_prepare checkpoint_restore compute_weight_checksums", _INTERNAL_METHOD),
+    **each_of("get_kv_event_sources notify_kv_transfer_request_rejected", _INTERNAL_METHOD),
     **each_of("init_weight_transfer_engine shutdown_weight_transfer_engine", _UPDATES),
     **each_of("start_weight_update start_draft_weight_update finish_weight_update", _UPDATES),
     **each_of("update_weight_version get_weight_version", _UPDATES),
@@ -323,23 +323,23 @@ def no_attribute(owner: object, name: str) -> NoReturn:
     raise AttributeError(f"{type(owner).__name__!r} object has no attribute {name!r}{instead}", name=name, obj=owner)
 
 
-def check_known(given: Iterable[str], known: Iterable[str], others: Iterable[str] = ()) -> None:
+def check_keyword_names(keywords: Iterable[str], known: Iterable[str], others: Iterable[str] = ()) -> None:
     """Raise a TypeError for an unknown keyword, with a suggestion from `known` or `others`."""
     known = list(known)
-    for name in given:
+    for name in keywords:
         if name not in known:
             near = difflib.get_close_matches(name, [*known, *others], 1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise TypeError(f"unexpected keyword argument {name!r}{hint}; known: {', '.join(known)}")
 
 
-def without_unsupported(given: Mapping[str, Any], table: Mapping[str, Unsupported]) -> dict[str, Any]:
+def without_unsupported(keywords: Mapping[str, Any], table: Mapping[str, Unsupported]) -> dict[str, Any]:
     """Return keywords without the names of a table; raises ArgumentError if one of them has an effect."""
-    for name in (name for name in given if name in table):
-        value, (instead, neutral) = given[name], table[name]
+    for name in (name for name in keywords if name in table):
+        value, (instead, neutral) = keywords[name], table[name]
         if not any(type(value) is type(each) and value == each for each in neutral):
             raise ArgumentError(f"{name}={value!r:.40} is not supported: {instead}")
-    return {name: value for name, value in given.items() if name not in table}
+    return {name: value for name, value in keywords.items() if name not in table}
 
 
 def as_settings(keywords: Mapping[str, Any]) -> dict[str, Any]:
@@ -375,14 +375,14 @@ def refusing(
     """
 
     def refused(method: Callable[_Parameters, _Result]) -> Callable[_Parameters, _Result]:
-        _, *own = inspect.signature(method).parameters.values()
-        known = [*(each.name for each in own if each.kind is not each.VAR_KEYWORD), *options]
+        _, *parameters = inspect.signature(method).parameters.values()
+        known = [*(each.name for each in parameters if each.kind is not each.VAR_KEYWORD), *options]
 
         @functools.wraps(method)
-        def called(*args: Any, **given: Any) -> Any:
-            given = without_unsupported(given, table) if given else given
-            check_known(given, known)
-            return method(*args, **given)
+        def called(*args: Any, **keywords: Any) -> Any:
+            keywords = without_unsupported(keywords, table) if keywords else keywords
+            check_keyword_names(keywords, known)
+            return method(*args, **keywords)
 
         return called
 

@@ -93,11 +93,11 @@ class Guard:
 
 def check_host(hosts: Sequence[str], scope: Scope) -> None:
     """Refuse a `Host` that is neither in `hosts` nor `localhost` nor an address, against DNS rebinding."""
-    known = {host.lower().rstrip(".") for host in (*hosts, "localhost")}
+    allowed = {host.lower().rstrip(".") for host in (*hosts, "localhost")}
     for host in Headers(scope=scope).getlist("host"):
         # without port, and an IPv6 address without brackets
         name = host[1:].partition("]")[0] if host[:1] == "[" else host.partition(":")[0].lower().rstrip(".")
-        if name not in known and _address(name) is None:
+        if name not in allowed and _address(name) is None:
             message = f"unknown host {name[:200]!r}: [server] allowed_hosts allows more than localhost and addresses"
             raise HttpError(403, message, code="host")
 
@@ -134,7 +134,7 @@ def caller_of(scope: MutableMapping[str, Any]) -> str:
     return host
 
 
-def own_names(config: ServerConfig) -> tuple[str, ...] | None:
+def allowed_host_names(config: ServerConfig) -> tuple[str, ...] | None:
     """Return the host names, besides localhost, that requests may use; None: any."""
     names, address = tuple(config.allowed_hosts), _address(config.host)
     is_local = config.host == "localhost" or (address is not None and address.is_loopback)
@@ -173,7 +173,7 @@ def prepared_text(preprocessor: Preprocessor, body: Detokenize) -> bytes:
     return bytes(JSONResponse({"prompt": preprocessor.tokenizer.decode(body.tokens)}).body)
 
 
-def _as_given(_: Preprocessor, body: Any) -> Any:
+def _unchanged(_: Preprocessor, body: Any) -> Any:
     return body
 
 
@@ -235,11 +235,11 @@ def _dev_routes(service: Service) -> list[Route]:
     call = service.client.call
 
     async def sleep(request: Request) -> Response:
-        given = request.query_params.get("level", "1")
-        if given not in ("1", "2"):
-            raise HttpError(400, f"level must be 1 or 2, got {shown(given)}", param="level")
-        await call("sleep", int(given))
-        return JSONResponse({"status": "sleeping", "level": int(given)})
+        level = request.query_params.get("level", "1")
+        if level not in ("1", "2"):
+            raise HttpError(400, f"level must be 1 or 2, got {shown(level)}", param="level")
+        await call("sleep", int(level))
+        return JSONResponse({"status": "sleeping", "level": int(level)})
 
     async def wake_up(request: Request) -> Response:
         tags = request.query_params.getlist("tags") or None
@@ -295,8 +295,8 @@ def make_app(service: Service, *, is_alone: bool = True) -> Starlette:
         *GENERATING.items(),
         ("/tokenize", Endpoint(Tokenize, prepared_tokens, _as_json)),
         ("/detokenize", Endpoint(Detokenize, prepared_text, _as_json)),
-        ("/v1/load_lora_adapter", Endpoint(LoadAdapter, _as_given, _load_adapter)),
-        ("/v1/unload_lora_adapter", Endpoint(UnloadAdapter, _as_given, _unload_adapter)),
+        ("/v1/load_lora_adapter", Endpoint(LoadAdapter, _unchanged, _load_adapter)),
+        ("/v1/unload_lora_adapter", Endpoint(UnloadAdapter, _unchanged, _unload_adapter)),
     ]
     routes = [
         Route("/v1/models", _get(all_models)),
@@ -316,7 +316,7 @@ def make_app(service: Service, *, is_alone: bool = True) -> Starlette:
     if config.dev_endpoints and is_alone:
         routes += _dev_routes(service)
     middleware = [Middleware(Addressed, root_path=config.root_path)]
-    if (names := own_names(config)) is not None:
+    if (names := allowed_host_names(config)) is not None:
         middleware.append(Middleware(Guard, check=partial(check_host, names)))
     if origins := config.cors_origins:
         middleware.append(Middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"]))
@@ -329,8 +329,8 @@ def _get(endpoint: Callable[[Request], Response | dict[str, Any]]) -> Callable[[
     """Return a handler in the event loop, whose response is JSON unless it is a `Response`."""
 
     async def answered(request: Request) -> Response:
-        found = endpoint(request)
-        return found if isinstance(found, Response) else JSONResponse(found)
+        result = endpoint(request)
+        return result if isinstance(result, Response) else JSONResponse(result)
 
     return answered
 

@@ -36,7 +36,7 @@ from graphdecode.text.input_processor import ParentRequest
 from graphdecode.text.outputs import Logprob
 from graphdecode.text.token_texts import text_of_tokens
 
-_MAX_PARTS_HERE = 64  # bodies with more are prepared in a child process; these take some milliseconds
+_MAX_INLINE_PARTS = 64  # bodies with more are prepared in a child process; these take some milliseconds
 _LIMITS = JobLimits(cpu_seconds=20, wall_seconds=60.0, memory_bytes=1 << 30)
 _DEFAULT_MAX_TOKENS = 16  # OpenAI's; null is as many as fit, as vLLM's
 
@@ -79,7 +79,7 @@ class BodyReader:
             message, location, code = protocol.problem_of(error)
             raise HttpError(400, message, param=str(location[0]) if location else None, code=code) from None
         unknown = check_fields(body)
-        if not in_child and (body.parts > _MAX_PARTS_HERE or getattr(body, "chat_template", None) is not None):
+        if not in_child and (body.parts > _MAX_INLINE_PARTS or getattr(body, "chat_template", None) is not None):
             return None
         with self.as_http_errors():
             return self.prepare(preprocessor, body), protocol.for_log(unknown), body.model
@@ -141,10 +141,10 @@ class CompletionReply(Reply):
         scored: list[dict[int, Logprob] | None] = [*(delta.logprobs or ())]
         offsets: list[int] = []
         if body.echo and delta.is_first:
-            echoed, is_given = prompt.prompt, prompt.prompt is not None
+            echoed, is_text = prompt.prompt, prompt.prompt is not None
             if echoed is None:
                 echoed = text_of_tokens(self._texts, prompt.prompt_token_ids)
-            offsets = offsets_in_prompt(self._texts, echoed, prompt.prompt_token_ids, is_given=is_given)
+            offsets = offsets_in_prompt(self._texts, echoed, prompt.prompt_token_ids, is_text=is_text)
             text, tokens = echoed + text, prompt.prompt_token_ids + tokens
             scored, cursor.offset = [*(prompt.prompt_logprobs or ()), *scored], len(echoed)
         logprobs = None

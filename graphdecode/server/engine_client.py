@@ -23,11 +23,11 @@ from graphdecode.server.http import RESTARTING
 _DIED = "the engine's process ended before the output was complete"
 _PAUSES = (1, 2, 4, 8, 16, 32, 60)  # seconds after a failed start; the last one repeats
 _CHECKS = 4  # per timeout; one miss may mean that this process itself was suspended
-_EVENTS_AT_ONCE = 16
-_ENTRIES_AT_ONCE = 1000  # log-probabilities of a prompt, some milliseconds
-_LARGE_SECONDS = 5.0  # for which a grammar larger than KEPT_BYTES is kept
-KEPT_BYTES = 32 << 20  # size of grammars in the engine's process
-_KEPT = 64
+_EVENT_CHUNK = 16
+_LOGPROB_CHUNK = 1000  # log-probabilities of a prompt, some milliseconds
+_LARGE_SECONDS = 5.0  # for which a grammar larger than MAX_GRAMMAR_BYTES is kept
+MAX_GRAMMAR_BYTES = 32 << 20  # size of grammars in the engine's process
+_MAX_GRAMMARS = 64
 _END_SECONDS = 5.0  # for the process to end by itself
 
 log = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ class GrammarCache(OrderedDict[str, int]):
         """Add a grammar; return the grammars that were evicted for it."""
         self[added.grammar] = added.nbytes
         evicted = []
-        while len(self) > 1 and (len(self) > _KEPT or sum(self.values()) > KEPT_BYTES):
+        while len(self) > 1 and (len(self) > _MAX_GRAMMARS or sum(self.values()) > MAX_GRAMMAR_BYTES):
             evicted.append(self.popitem(last=False)[0])
         return evicted
 
@@ -147,7 +147,7 @@ class EngineClient:
             for number in list(self._calls):
                 self._end_call(messages.CallResult(number, None, AnswerError("the engine's process ended", RESTARTING)))
             lost, self._metrics = self._metrics, {}
-            ended = (Event(number, [], None, "error", None, known, _DIED) for number, known in lost.items())
+            ended = (Event(number, [], None, "error", None, metrics, _DIED) for number, metrics in lost.items())
             self._on_events([event._replace(error_code=RESTARTING) for event in ended])
             reader = await self._restarted()
 
@@ -198,20 +198,22 @@ class EngineClient:
             call.set_result(answer.result) if answer.error is None else call.set_exception(answer.error)
 
     async def _handle_events(self, events: list[tuple[Any, ...]]) -> None:
-        for first in range(0, len(events), _EVENTS_AT_ONCE):
+        for first in range(0, len(events), _EVENT_CHUNK):
             if first:
                 await asyncio.sleep(0)  # decoding may take long, and other tasks wait
                 self._heard = True
-            packed = events[first : first + _EVENTS_AT_ONCE]
-            known = [messages.unpack_event(each, self._metrics[each[0]]) for each in packed if each[0] in self._metrics]
-            for event in known:
+            packed = events[first : first + _EVENT_CHUNK]
+            unpacked = [
+                messages.unpack_event(each, self._metrics[each[0]]) for each in packed if each[0] in self._metrics
+            ]
+            for event in unpacked:
                 if event.finish_reason is not None:
                     del self._metrics[event.request_id]
-            if all(event.prompt_logprobs is None for event in known):
-                self._on_events(known)
+            if all(event.prompt_logprobs is None for event in unpacked):
+                self._on_events(unpacked)
                 continue
-            for event in known:
-                for part in messages.in_parts(event, _ENTRIES_AT_ONCE):
+            for event in unpacked:
+                for part in messages.in_parts(event, _LOGPROB_CHUNK):
                     self._on_events([part])
                     await asyncio.sleep(0)
                     self._heard = True
@@ -228,7 +230,9 @@ class EngineClient:
         """Send a request; raises `AnswerError` during a restart. The engine refuses one with its first event."""
         self._check_serving()
         if request.grammar is not None and not self.has_grammar(request.grammar):  # evicted meanwhile
-            self.add_grammar(messages.AddGrammar(request.grammar, None, KEPT_BYTES + 1))  # its size is no longer known
+            self.add_grammar(
+                messages.AddGrammar(request.grammar, None, MAX_GRAMMAR_BYTES + 1)
+            )  # its size is no longer known
         request_id = next(self._numbers)
         self._metrics[request_id] = RequestMetrics(time.perf_counter())
         self._write(messages.Add(request_id, request))
@@ -243,7 +247,7 @@ class EngineClient:
         self._write(added)
         for other in self._grammars.add(added):
             self._write(messages.DropGrammar(other))
-        if added.nbytes > KEPT_BYTES:  # only requests that come at once share it
+        if added.nbytes > MAX_GRAMMAR_BYTES:  # only requests that come at once share it
             asyncio.get_running_loop().call_later(_LARGE_SECONDS, self._drop_grammar, added.grammar)
 
     def _drop_grammar(self, grammar: str) -> None:

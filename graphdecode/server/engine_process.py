@@ -93,8 +93,8 @@ class EngineProcess:
         elif isinstance(message, messages.AddGrammar):
             self._compiled[message.grammar] = None
             if message.automaton is not None:
-                known = self._compiled[message.grammar] = Future()
-                known.set_result(message.automaton)
+                compiled = self._compiled[message.grammar] = Future()
+                compiled.set_result(message.automaton)
         elif isinstance(message, messages.DropGrammar):
             self._cancel_unused(self._compiled.pop(message.grammar, None))
             self._compilers.submit(trim_heap)  # a grammar is scattered over the heap
@@ -127,10 +127,10 @@ class EngineProcess:
     def _compile(self, grammar: str) -> Future[Any]:
         """Return the compilation of a grammar, started if it was not."""
         assert self._grammars is not None
-        known = self._compiled[grammar]
-        if known is None or known.cancelled():
-            known = self._compiled[grammar] = self._compilers.submit(self._grammars.compiled, grammar)
-        return known
+        future = self._compiled[grammar]
+        if future is None or future.cancelled():
+            future = self._compiled[grammar] = self._compilers.submit(self._grammars.compiled, grammar)
+        return future
 
     def _cancel_unused(self, future: Future[Any] | None) -> None:
         """Cancel a compilation that no request waits for, unless it has begun."""

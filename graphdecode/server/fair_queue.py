@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from graphdecode.server.http import HttpError
 
-CALLERS_KEPT = 10_000
+MAX_CALLERS = 10_000
 RETRY_AFTER = {"Retry-After": "1"}
 T = TypeVar("T")
 
@@ -33,7 +33,7 @@ class FairQueue:
         """Return the start tag of a request of `tokens` tokens; the lowest is served first."""
         tag = max(self._now, self._ends.pop(caller, 0.0))
         self._ends[caller] = tag + tokens
-        if len(self._ends) > CALLERS_KEPT:
+        if len(self._ends) > MAX_CALLERS:
             self._ends.popitem(last=False)
         return tag
 

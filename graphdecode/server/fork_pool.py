@@ -90,16 +90,16 @@ class ForkPool:
     async def _done(self, control: socket.socket, job: Job) -> JobResult:
         """Run a job in a child; raises `JobError`, `TimeoutError` or, for outside causes, `HttpError`."""
         try:
-            here, there = socket.socketpair()
+            local, remote = socket.socketpair()
         except OSError as error:
             raise _overloaded(f"cannot open a socket: {error.strerror}") from error
-        with there:
+        with remote:
             try:
-                socket.send_fds(control, [b"."], [there.fileno()])
+                socket.send_fds(control, [b"."], [remote.fileno()])
             except OSError as error:  # it has ended, or reads nothing
-                here.close()
+                local.close()
                 raise _server_ended() from error
-        reader, writer = await asyncio.open_unix_connection(sock=here, limit=1 << 24)
+        reader, writer = await asyncio.open_unix_connection(sock=local, limit=1 << 24)
         try:
             writer.write(framed(job))
             try:
@@ -142,14 +142,14 @@ class ForkPool:
             raise _server_ended() from error
 
     def _begin(self) -> socket.socket:
-        self._process, here = start_connected("graphdecode.server.fork_server", _ONE_THREAD)
-        self._control = here
-        here.settimeout(self._timeouts.start_seconds)
-        connection = MessageSocket(here)
+        self._process, local = start_connected("graphdecode.server.fork_server", _ONE_THREAD)
+        self._control = local
+        local.settimeout(self._timeouts.start_seconds)
+        connection = MessageSocket(local)
         connection.send((self._modules, self._state_maker()))
         connection.receive(wait=True)
-        here.setblocking(False)  # the event loop never waits for it
-        return here
+        local.setblocking(False)  # the event loop never waits for it
+        return local
 
     def close(self, *, force: bool = False) -> None:
         """End the fork server and its children; the next job starts another one."""
@@ -174,8 +174,8 @@ def _reason(code: int | None, limits: JobLimits) -> GraphdecodeError:
     return JobError(f"takes more than {memory} MiB of memory or {stack} MiB of stack")
 
 
-def _overloaded(why: str) -> HttpError:
-    return HttpError(503, f"cannot preprocess the request, try again: {why}", code="overloaded", headers=RETRY_AFTER)
+def _overloaded(reason: str) -> HttpError:
+    return HttpError(503, f"cannot preprocess the request, try again: {reason}", code="overloaded", headers=RETRY_AFTER)
 
 
 def _server_ended() -> HttpError:

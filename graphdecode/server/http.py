@@ -67,8 +67,8 @@ class HttpError(GraphdecodeError):
 def as_http_error(error: GraphdecodeError, fields: frozenset[str]) -> HttpError:
     """Return an error as an `HttpError`; `param` is the field that its message begins with, if that is in `fields`."""
     if isinstance(error, ArgumentError):
-        found = _NAMED.match(str(error))
-        param = found[1] if found and found[1] in fields else None
+        match = _NAMED.match(str(error))
+        param = match[1] if match and match[1] in fields else None
         code = "context_length_exceeded" if isinstance(error, ContextLengthError) else None
         return HttpError(400, str(error), param=param, code=code)
     if isinstance(error, AnswerError) and error.code in _STATUS:
@@ -87,8 +87,8 @@ async def _handle(request: Request, error: Exception) -> Response:
         message = error.detail
         if error.status_code == 404:
             paths = (getattr(route, "path", "") for route in request.app.routes)
-            there = ", ".join(path for path in dict.fromkeys(paths) if path.startswith("/v1"))
-            message = f"there is no {shown(request.url.path, plain=True)}; below /v1 there are {there}"
+            endpoints = ", ".join(path for path in dict.fromkeys(paths) if path.startswith("/v1"))
+            message = f"there is no {shown(request.url.path, plain=True)}; below /v1 there are {endpoints}"
         headers = dict(error.headers or {})
         if "Allow" in headers:
             message = f"{shown(request.url.path, plain=True)} takes {headers['Allow']}, got {request.method}"
@@ -109,7 +109,7 @@ class Bodies:
 
     def __init__(self, config: ServerConfig) -> None:
         self._config = config
-        self._held = 0  # bytes of large bodies
+        self._buffered = 0  # bytes of large bodies
 
     @contextlib.asynccontextmanager
     async def read(self, request: Request) -> AsyncGenerator[bytes, None]:
@@ -124,9 +124,9 @@ class Bodies:
                         if len(data) > config.max_body_bytes:
                             raise HttpError(413, f"the body is larger than {config.max_body_bytes} bytes")
                         if len(data) > LARGE_BYTES:
-                            self._held += len(data) - counted
+                            self._buffered += len(data) - counted
                             counted = len(data)
-                        if self._held > most and counted:
+                        if self._buffered > most and counted:
                             headers = {"Connection": "close", "Retry-After": "1"}
                             message = f"large request bodies exceed {most} bytes of memory; try again later"
                             raise HttpError(429, message, code="bodies", headers=headers)
@@ -136,17 +136,17 @@ class Bodies:
                 raise HttpError(499, "the client disconnected") from None
             yield bytes(data)
         finally:
-            self._held -= counted
+            self._buffered -= counted
 
 
 async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:
     """Return the result of `work`; cancel it and return None if the client disconnects (its body has been read)."""
 
-    async def gone() -> None:
+    async def disconnected() -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
 
-    tasks = asyncio.ensure_future(work), asyncio.ensure_future(gone())
+    tasks = asyncio.ensure_future(work), asyncio.ensure_future(disconnected())
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         return tasks[0].result() if tasks[0].done() else None

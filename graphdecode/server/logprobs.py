@@ -26,11 +26,11 @@ def _names(texts: TokenTexts, entries: Entries, *, as_ids: bool) -> dict[int, st
         part = part_of(token)
         names[token] = entry.decoded_token or "" if part is None else _BYTES + part
     if len(set(names.values())) < len(names):
-        taken: set[str] = set()
+        used: set[str] = set()
         for token, name in names.items():
             spelled = _BYTES + "".join(f"\\x{byte:02x}" for byte in texts.bytes_of(token))
-            names[token] = next(each for each in (name, spelled, _id_name(token)) if each not in taken)
-            taken.add(names[token])
+            names[token] = next(each for each in (name, spelled, _id_name(token)) if each not in used)
+            used.add(names[token])
     return names
 
 
@@ -83,19 +83,19 @@ def chat_logprobs(
     return {"content": content, "refusal": None}
 
 
-def offsets_in_prompt(texts: TokenTexts, prompt: str, tokens: Sequence[int], *, is_given: bool) -> list[int]:
+def offsets_in_prompt(texts: TokenTexts, prompt: str, tokens: Sequence[int], *, is_text: bool) -> list[int]:
     """Return where the text of each token of a prompt begins in it.
 
-    `is_given`: the prompt was a text, which may not have the special tokens, and may be spaced otherwise.
+    `is_text`: the prompt was a text, which may not have the special tokens, and may be spaced otherwise.
     """
     offsets, at = [], 0
-    text = IncrementalText(texts, skip_special_tokens=is_given)
+    text = IncrementalText(texts, skip_special_tokens=is_text)
     for token in tokens:
         offsets.append(at)
         piece = text.text_of(token)
         text.push(token)
         if prompt.startswith(piece, at):
             at += len(piece)
-        elif not is_given or token not in texts.special:
+        elif not is_text or token not in texts.special:
             at = min(at + len(piece), len(prompt))
     return offsets

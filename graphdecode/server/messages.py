@@ -114,14 +114,14 @@ class EngineStatus(NamedTuple):
 
 def pack_event(event: Event, request_id: int, *, with_metrics: bool) -> tuple[Any, ...]:
     """Return an event as plain values; `with_metrics`: in the first and the last event of a request."""
-    kept = tuple(vars(event.metrics).values()) if with_metrics else None
-    return tuple(event._replace(request_id=request_id, metrics=kept))  # type: ignore[arg-type]
+    metrics = tuple(vars(event.metrics).values()) if with_metrics else None
+    return tuple(event._replace(request_id=request_id, metrics=metrics))  # type: ignore[arg-type]
 
 
-def unpack_event(packed: tuple[Any, ...], known: RequestMetrics) -> Event:
+def unpack_event(packed: tuple[Any, ...], metrics: RequestMetrics) -> Event:
     """Return the event; `known`: metrics for one that was packed without."""
     event = Event(*packed)
-    return event._replace(metrics=known if event.metrics is None else RequestMetrics(*event.metrics))  # type: ignore[misc]
+    return event._replace(metrics=metrics if event.metrics is None else RequestMetrics(*event.metrics))  # type: ignore[misc]
 
 
 def in_parts(event: Event, entries: int) -> list[Event]:

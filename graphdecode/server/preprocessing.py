@@ -36,8 +36,8 @@ class Preprocessor:
         return InputProcessor(self.engine.rules, self.engine.seed, self.tokenizer)
 
     def __getstate__(self) -> dict[str, Any]:
-        known = {name: value for name, value in self.__dict__.items() if name != "input_processor"}
-        return known | {"adapters": tuple(self.adapters)}
+        state = {name: value for name, value in self.__dict__.items() if name != "input_processor"}
+        return state | {"adapters": tuple(self.adapters)}
 
     def warm(self) -> Preprocessor:
         """Return this, after computing what all grammars share; if that fails, each request with a grammar will."""
@@ -52,8 +52,8 @@ class Preprocessor:
     def check_model(self, name: str | None) -> None:
         """Raise HttpError for an unknown model; None is this one."""
         if self.adapter_of(name) is not None and name not in self.adapters:
-            there = " and ".join(map(repr, (self.model_name, *self.adapters)))
-            message = f"the model {str(name)[:200]!r} does not exist; there is {there}"
+            served = " and ".join(map(repr, (self.model_name, *self.adapters)))
+            message = f"the model {str(name)[:200]!r} does not exist; there is {served}"
             raise HttpError(404, message, param="model", code="model_not_found")
 
     def tokenized_params(
@@ -89,10 +89,11 @@ class Preprocessor:
         The message of the latter is vLLM's.
         """
         tokenized = self.input_processor.tokenized_prompt(prompt, token_ids, params)
-        asked, given, limit = body.most_tokens, len(tokenized.token_ids), self.engine.rules.capacity.token_limit
-        if asked is not None and given + asked > limit:
+        length, limit = len(tokenized.token_ids), self.engine.rules.capacity.token_limit
+        if body.most_tokens is not None and length + body.most_tokens > limit:
+            requested = shown(body.most_tokens)
             raise ContextLengthError(
-                f"{body.length_field} is too large: {shown(asked)}. This model's maximum context length is {limit} "
-                f"tokens and your request has {given} input tokens ({shown(asked)} > {limit} - {given})"
+                f"{body.length_field} is too large: {requested}. This model's maximum context length is {limit} tokens "
+                f"and your request has {length} input tokens ({requested} > {limit} - {length})"
             )
         return tokenized

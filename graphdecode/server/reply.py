@@ -35,7 +35,7 @@ from graphdecode.server.tool_calls import ToolFormat
 from graphdecode.text.input_processor import ParentRequest, TokenizedPrompt
 from graphdecode.text.outputs import Logprob, RequestState
 
-_POSITIONS_AT_ONCE = 50  # positions with up to 21 log-probabilities each: some milliseconds
+_LOGPROB_CHUNK = 50  # positions with up to 21 log-probabilities each: some milliseconds
 log = logging.getLogger(__name__)
 _HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -139,7 +139,7 @@ class Reply(Response, ABC):
     async def _choice(self, cursor: Cursor, delta: Delta, *, whole: bool = False) -> dict[str, Any] | None:
         """Return `choice`, which is made in a thread if it has many log-probabilities, so that other tasks run."""
         of_prompt = cursor.parent.output.prompt_logprobs if delta.is_first else None
-        if len(delta.logprobs or ()) + len(of_prompt or ()) <= _POSITIONS_AT_ONCE:
+        if len(delta.logprobs or ()) + len(of_prompt or ()) <= _LOGPROB_CHUNK:
             return self.choice(cursor, delta, whole=whole)
         return await asyncio.to_thread(self.choice, cursor, delta, whole=whole)
 
@@ -157,8 +157,8 @@ class Reply(Response, ABC):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Generate and send, until the client disconnects."""
-        if asked := Headers(scope=scope).get("x-request-id"):  # takes precedence, as in vLLM
-            self._head["id"] = f"{self.prefix}-{asked[: protocol.MAX_ID_LENGTH]}"
+        if request_id := Headers(scope=scope).get("x-request-id"):  # takes precedence, as in vLLM
+            self._head["id"] = f"{self.prefix}-{request_id[: protocol.MAX_ID_LENGTH]}"
         failed: Exception | None = None
         sending = self._stream(send) if self.body_fields.stream else self._whole(scope, receive, send)
         try:
@@ -211,8 +211,8 @@ class Reply(Response, ABC):
             assert choice is not None
             choices.append(await in_pieces(choice))
             await asyncio.sleep(0)  # other tasks wait
-        head, rest = as_json(self._head), await in_pieces({"usage": self.usage()} | self.about_prompt(whole=True))
-        return b"".join([head[:-1], b',"choices":[', b",".join(choices), b"],", rest[1:]])
+        head, tail = as_json(self._head), await in_pieces({"usage": self.usage()} | self.about_prompt(whole=True))
+        return b"".join([head[:-1], b',"choices":[', b",".join(choices), b"],", tail[1:]])
 
     async def _whole(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -272,11 +272,11 @@ async def in_pieces(data: Any) -> bytes:
         return b"{" + b",".join(members) + b"}"
     if not isinstance(data, list):
         return as_json(data)
-    if len(data) <= _POSITIONS_AT_ONCE:
+    if len(data) <= _LOGPROB_CHUNK:
         return b"[" + b",".join([await in_pieces(each) for each in data]) + b"]"
     pieces = []
-    for first in range(0, len(data), _POSITIONS_AT_ONCE):
-        pieces.append(as_json(data[first : first + _POSITIONS_AT_ONCE])[1:-1])
+    for first in range(0, len(data), _LOGPROB_CHUNK):
+        pieces.append(as_json(data[first : first + _LOGPROB_CHUNK])[1:-1])
         await asyncio.sleep(0)
     return b"[" + b",".join(pieces) + b"]"
 

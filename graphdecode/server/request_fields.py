@@ -35,7 +35,7 @@ _NO_LIMIT = Unsupported("[server] request_timeout_s limits a request", (None, 0,
 _NO_MEDIA = Unsupported("only text models are served", _NOTHING)
 _NO_SAMPLER = Unsupported("there is no such sampler; top_k, top_p and min_p choose among tokens", (None, 0))
 _NO_REASONING = Unsupported("outputs are returned as they are, reasoning included")
-_NOT_TOLD = Unsupported("responses do not contain it", _OFF)
+_NOT_RETURNED = Unsupported("responses do not contain it", _OFF)
 _INTERNAL = Unsupported("this is internal to the other server", _NOTHING)
 _FOR_CHATS = Unsupported("this is a field of /v1/chat/completions", (*_NOTHING, False, 0, "none"))
 _FOR_COMPLETIONS = Unsupported("this is a field of /v1/completions", _NOTHING)
@@ -55,8 +55,8 @@ _GENERATION: dict[str, Unsupported | None] = {
     "repetition_detection": Unsupported("frequency_penalty and repetition_penalty make loops unlikely"),
     "thinking_token_budget": _NO_REASONING._replace(neutral=(None, -1)),
     "stream_interval": Unsupported("a chunk is sent for each step", (None, 1)),
-    **each_of("return_weight_versions return_token_offsets return_prompt_text", _NOT_TOLD),
-    "routed_experts_prompt_start": _NOT_TOLD._replace(neutral=(None, 0)),
+    **each_of("return_weight_versions return_token_offsets return_prompt_text", _NOT_RETURNED),
+    "routed_experts_prompt_start": _NOT_RETURNED._replace(neutral=(None, 0)),
     "structural_tag": Unsupported("a grammar can say the same", (None,)),
     **each_of("mm_payload return_mm_kwargs session_id guided_decoding_backend", None),
     # OpenAI's
@@ -79,7 +79,7 @@ _GENERATION: dict[str, Unsupported | None] = {
     "n_indent": Unsupported("a regular expression in structured_outputs can say it", (None, 0)),
     **each_of("t_max_predict_ms t_max_prompt_ms", _NO_LIMIT),
     "response_fields": Unsupported("responses are whole", (None, [])),
-    **each_of("post_sampling_probs timings_per_token return_progress verbose", _NOT_TOLD),
+    **each_of("post_sampling_probs timings_per_token return_progress verbose", _NOT_RETURNED),
     "sse_ping_interval": Unsupported("a stream sends no pings", (None, -1)),
     "grammar_lazy": _INTERNAL._replace(neutral=_OFF),
     **each_of("grammar_triggers grammar_type chat_format chat_parser generation_prompt preserved_tokens", _INTERNAL),

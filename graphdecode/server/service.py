@@ -115,12 +115,12 @@ class Service:
         root = Path(allowed).expanduser().resolve()
         try:
             path = (root / folder).resolve()
-            is_there = path.is_file() or (path / ADAPTER_FILE).exists()
+            exists = path.is_file() or (path / ADAPTER_FILE).exists()
         except (OSError, ValueError) as error:  # such as a character that no path has, or too many
             raise HttpError(400, f"lora_path {shown(folder)} is no path: {error}", param="lora_path") from error
         if not path.is_relative_to(root):
             raise HttpError(403, "lora_path is outside of lora_folder", param="lora_path")
-        if not is_there:
+        if not exists:
             raise HttpError(404, f"there is no adapter at lora_path {shown(folder)}", param="lora_path")
         await self.client.change_adapter(name, str(path))
 

@@ -28,7 +28,7 @@ from graphdecode.text.grammar import MAX_GRAMMAR_LENGTH
 
 # llguidance's options for arguments: unsupported keywords are refused; JSON is spaced as chat templates write it
 _STRICT = {"lenient": False, "whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-_KNOWN = frozenset(field.name for field in fields(StructuredOutputsParams))
+_PARAM_NAMES = frozenset(field.name for field in fields(StructuredOutputsParams))
 # field of a request -> field of `structured_outputs`
 _FIELDS = {
     **{f"guided_{kind}": kind for kind in ("json", "regex", "choice", "grammar")},
@@ -37,12 +37,12 @@ _FIELDS = {
     "grammar": "grammar",
 }
 # keywords of a tool's parameters: these alone describe none, and these say the type of the arguments
-_OF_NO_PARAMETERS = frozenset(
+_EMPTY_KEYWORDS = frozenset(
     {"$schema", "$id", "$comment", "title", "description", "type", "properties", "required", "strict"}
 )
-_SAY_THE_TYPE = frozenset({"type", "$ref", "allOf", "anyOf", "oneOf", "const", "enum"})
+_TYPE_KEYWORDS = frozenset({"type", "$ref", "allOf", "anyOf", "oneOf", "const", "enum"})
 _COMPILING_LIMITS = JobLimits(cpu_seconds=4, wall_seconds=60.0, memory_bytes=512 << 20)
-_RESULTS_KEPT, _RESULTS_BYTES = 256, 8 << 20
+_MAX_RESULTS, _MAX_RESULT_CHARACTERS = 256, 8 << 20
 _LEAST_SIZE = 1 << 14  # size of a job, for fairness: small grammars may take long, too
 
 
@@ -61,15 +61,15 @@ class StructuredOutput(NamedTuple):
 def structured_output_of(body: Generation) -> StructuredOutput | None:
     """Return the structured output of a request; raises `HttpError` if it is invalid, or there are two."""
     named = [_named(body, field) for field in _FIELDS]
-    found = [_response_format(body.response_format), _structured_outputs(body.structured_outputs), *named]
-    given = [each for each in found if each is not None]
-    if len(given) > 1:
-        first, second = given[0].field, given[1].field
+    candidates = [_response_format(body.response_format), _structured_outputs(body.structured_outputs), *named]
+    outputs = [each for each in candidates if each is not None]
+    if len(outputs) > 1:
+        first, second = outputs[0].field, outputs[1].field
         raise HttpError(400, f"give {first} or {second}, not both", param=first)
-    if body.guided_whitespace_pattern is not None and not (given and given[0].field == "guided_json"):
+    if body.guided_whitespace_pattern is not None and not (outputs and outputs[0].field == "guided_json"):
         field = "guided_whitespace_pattern"
         raise HttpError(400, f"{field} needs guided_json", param=field)
-    return given[0] if given else None
+    return outputs[0] if outputs else None
 
 
 def _named(body: Generation, field: str) -> StructuredOutput | None:
@@ -83,25 +83,25 @@ def _named(body: Generation, field: str) -> StructuredOutput | None:
     return _checked({kind: value} | ({} if whitespace is None else {"whitespace_pattern": whitespace}), field)
 
 
-def _response_format(given: dict[str, Any] | None) -> StructuredOutput | None:
+def _response_format(response_format: dict[str, Any] | None) -> StructuredOutput | None:
     field = "response_format"
-    if given is None:
+    if response_format is None:
         return None
-    kind = given.get("type")
+    kind = response_format.get("type")
     if kind not in ("text", "json_object", "json_schema"):
         raise HttpError(400, f"{field}: type must be text, json_object or json_schema", param=field)
-    wrapped = given.get("json_schema")
+    wrapped = response_format.get("json_schema")
     schema = wrapped.get("schema") if isinstance(wrapped, dict) else None
     if kind == "json_schema" and not isinstance(schema, dict):
         raise HttpError(400, f"{field}: json_schema must have a schema", param=field)
-    own = {"json_object": "schema", "json_schema": "json_schema"}.get(kind)
-    for name, value in given.items():
-        if name not in ("type", own) and value:
+    schema_field = {"json_object": "schema", "json_schema": "json_schema"}.get(kind)
+    for name, value in response_format.items():
+        if name not in ("type", schema_field) and value:
             raise HttpError(400, f"{field}: {shown(name)} has no effect with the type {kind}", param=field)
     if kind == "text":
         return None
     if kind == "json_object":
-        schema = given.get("schema")  # llama.cpp's
+        schema = response_format.get("schema")  # llama.cpp's
         if not schema and schema in (None, {}):
             return StructuredOutput(StructuredOutputsParams(json_object=True), field)
         if not isinstance(schema, dict):
@@ -109,28 +109,28 @@ def _response_format(given: dict[str, Any] | None) -> StructuredOutput | None:
     return _checked({"json": schema}, field)
 
 
-def _structured_outputs(given: dict[str, Any] | None) -> StructuredOutput | None:
-    if given is None:
+def _structured_outputs(params: dict[str, Any] | None) -> StructuredOutput | None:
+    if params is None:
         return None
-    field, unknown = "structured_outputs", sorted(given.keys() - _KNOWN)
+    field, unknown = "structured_outputs", sorted(params.keys() - _PARAM_NAMES)
     if unknown:
-        known = ", ".join(sorted(_KNOWN))
-        raise HttpError(400, f"{field}: unknown {shown(unknown[0])}; known are {known}", param=field)
-    return _checked({name: value for name, value in given.items() if value is not None}, field)
+        names = ", ".join(sorted(_PARAM_NAMES))
+        raise HttpError(400, f"{field}: unknown {shown(unknown[0])}; names are {names}", param=field)
+    return _checked({name: value for name, value in params.items() if value is not None}, field)
 
 
-def _checked(given: dict[str, Any], field: str) -> StructuredOutput:
+def _checked(params: dict[str, Any], field: str) -> StructuredOutput:
     """Return a structured output, with its schema as text; check the lengths of its texts."""
     try:
-        if isinstance(given.get("json"), dict):
+        if isinstance(params.get("json"), dict):
             try:
-                given = {**given, "json": json.dumps(given["json"], ensure_ascii=False)}
+                params = {**params, "json": json.dumps(params["json"], ensure_ascii=False)}
             except (ValueError, RecursionError) as error:  # an integer of 5,000 digits
                 raise ArgumentError(f": json cannot be read: {error}") from error
-        for name, text in given.items():
+        for name, text in params.items():
             if isinstance(text, str) and len(text) > MAX_GRAMMAR_LENGTH:
                 raise ArgumentError(f": {name} must have at most {MAX_GRAMMAR_LENGTH} characters, got {len(text)}")
-        return StructuredOutput(StructuredOutputsParams(**given), field)
+        return StructuredOutput(StructuredOutputsParams(**params), field)
     except ArgumentError as error:
         raise HttpError(400, field + str(error).removeprefix("structured_outputs"), param=field) from error
 
@@ -145,9 +145,9 @@ def structured_output_of_calls(
     functions = [tool["function"] for tool in body.tools or [] if isinstance(tool.get("function"), dict)]
     choice = body.tool_choice
     if isinstance(choice, dict):
-        wanted = function_name(choice) if choice.get("type") == "function" else None
-        functions = [function for function in functions if function.get("name") == wanted]
-        if wanted is None or not functions:
+        named_function = function_name(choice) if choice.get("type") == "function" else None
+        functions = [function for function in functions if function.get("name") == named_function]
+        if named_function is None or not functions:
             raise HttpError(400, "tool_choice must name one of the tools", param="tool_choice")
         return _calls(functions, tool_format, opening_id, several=False, amid_text=False)
     several = body.parallel_tool_calls is not False
@@ -170,7 +170,9 @@ def _calls(
 ) -> StructuredOutput:
     """Return a Lark grammar of calls; each schema is a separate document, so that its references resolve."""
     named = [(function.get("name"), function.get("parameters")) for function in functions]
-    if not named or not all(isinstance(name, str) and isinstance(given, dict | None) for name, given in named):
+    if not named or not all(
+        isinstance(name, str) and isinstance(parameters, dict | None) for name, parameters in named
+    ):
         raise HttpError(400, "tools: each function must have a name, and parameters that are a schema", param="tools")
     opening, closing = tool_format.opening, tool_format.closing
     lead = f"<[{opening_id}]>" if tool_format.is_special else json.dumps(opening) if opening else ""
@@ -201,10 +203,10 @@ def _calls(
 
 def _schema_of_arguments(parameters: dict[str, Any]) -> dict[str, Any]:
     """Return a tool's parameters as the schema of an object, which is empty where they describe none."""
-    if not parameters.get("properties") and parameters.keys() <= _OF_NO_PARAMETERS:
+    if not parameters.get("properties") and parameters.keys() <= _EMPTY_KEYWORDS:
         is_open = parameters.get("type") == "object" and "properties" not in parameters  # it says that it is any object
         parameters = parameters if is_open else {**parameters, "additionalProperties": False}
-    return parameters if parameters.keys() & _SAY_THE_TYPE else {"type": "object", **parameters}
+    return parameters if parameters.keys() & _TYPE_KEYWORDS else {"type": "object", **parameters}
 
 
 class _Results(OrderedDict[bytes, str]):
@@ -213,7 +215,7 @@ class _Results(OrderedDict[bytes, str]):
     def put(self, digest: bytes, text: str) -> None:
         self[digest] = text
         self.move_to_end(digest)
-        while len(self) > _RESULTS_KEPT or sum(map(len, self.values())) > _RESULTS_BYTES:
+        while len(self) > _MAX_RESULTS or sum(map(len, self.values())) > _MAX_RESULT_CHARACTERS:
             self.popitem(last=False)
 
 

@@ -122,15 +122,15 @@ class Metrics(Collector):
     def tracked(self, parents: list[ParentRequest]) -> Iterator[Callable[[], None]]:
         """Yield a function that counts new tokens of some prompts; the prompts are counted when the context ends."""
         outputs = [(state.output, parent.output.metrics) for parent in parents for state in parent.states]
-        seen = [(0, 0.0)] * len(outputs)  # tokens, and when the last of them came
+        counted = [(0, 0.0)] * len(outputs)  # tokens, and when the last of them came
 
         def count_tokens() -> None:
             for index, (output, metrics) in enumerate(outputs):
-                before, last = seen[index]
+                before, last = counted[index]
                 new = len(output.token_ids) - before
                 if new:
                     now = time.perf_counter()
-                    seen[index] = before + new, now
+                    counted[index] = before + new, now
                     self.generated_tokens += new
                     self._counters["generation_tokens"].inc(new)
                     gaps = new if before else new - 1  # the first tokens may come together
@@ -151,9 +151,9 @@ class Metrics(Collector):
         self._counters["prefix_cache_hits"].inc(metrics.num_cached_tokens)
         histograms["vllm:request_prompt_tokens"].observe(prompt)
         histograms["vllm:request_params_n"].observe(len(output.outputs))
-        asked = parent.children[0][0].sampling_params.max_tokens if parent.children else None
-        if asked is not None:
-            histograms["vllm:request_params_max_tokens"].observe(asked)
+        max_tokens = parent.children[0][0].sampling_params.max_tokens if parent.children else None
+        if max_tokens is not None:
+            histograms["vllm:request_params_max_tokens"].observe(max_tokens)
         longest = max(len(each.token_ids) for each in output.outputs)
         histograms["vllm:request_max_num_generation_tokens"].observe(longest)
         histograms["vllm:request_num_preemptions"].observe(metrics.num_preemptions)

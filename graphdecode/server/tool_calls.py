@@ -66,16 +66,16 @@ class _JsonExtent:
 
     def end(self, piece: str) -> int | None:
         """Return the end in the next piece; None: it goes on."""
-        at = 0
-        while at < len(piece):
+        position = 0
+        while position < len(piece):
             if self._is_escaped:
                 self._is_escaped = False
-                at += 1
+                position += 1
                 continue
-            found = (_IN_TEXT if self._in_text else _MARKS).search(piece, at)
-            if found is None:
+            match = (_IN_TEXT if self._in_text else _MARKS).search(piece, position)
+            if match is None:
                 return None
-            mark, at = found[0], found.end()
+            mark, position = match[0], match.end()
             if self._in_text:
                 self._is_escaped, self._in_text = mark == "\\", mark != '"'
             elif mark == '"':
@@ -83,7 +83,7 @@ class _JsonExtent:
             else:
                 self._depth += 1 if mark in "{[" else -1
                 if self._depth <= 0:
-                    return at
+                    return position
         return None
 
 
@@ -96,7 +96,7 @@ class ToolCallReader:
         self._text = ""  # not yet known to be content or a call
         self._pieces: list[str] = []  # after it, while a call goes on
         self._json_extent: _JsonExtent | None = None  # end of that call's JSON
-        self._found: tuple[list[str], int] | None = None  # the calls' JSON and its end, while the closing is missing
+        self._unclosed: tuple[list[str], int] | None = None  # the calls' JSON and its end, while the closing is missing
         self._is_inside = False  # the text begins like a call
         self._follows_call = False  # a call came last
         self._may_begin = True  # a bare call may begin here: at the beginning, and after another call
@@ -114,13 +114,13 @@ class ToolCallReader:
                 content += self._content(final)
                 if not self._is_inside:
                     return content, calls
-            found = self._complete(final)
-            if found is None:
+            new_calls = self._complete(final)
+            if new_calls is None:
                 return content, calls
-            calls += found
-            if not found:  # it only looked like a call
+            calls += new_calls
+            if not new_calls:  # it only looked like a call
                 self._is_inside = self._may_begin = False
-                self._found = None
+                self._unclosed = None
                 opening = self._format.opening
                 content += self._release(self._text.find(opening) + len(opening) if opening else len(self._text))
 
@@ -140,8 +140,8 @@ class ToolCallReader:
         if at < 0 and final:
             return self._release(len(text))
         if at < 0:
-            held = next((n for n in range(len(opening) - 1, 0, -1) if text.endswith(opening[:n])), 0)
-            return self._release(len(text[: len(text) - held].rstrip()))
+            held_back = next((n for n in range(len(opening) - 1, 0, -1) if text.endswith(opening[:n])), 0)
+            return self._release(len(text[: len(text) - held_back].rstrip()))
         self._is_inside = True
         return self._release(len(text[:at].rstrip()))
 
@@ -156,7 +156,7 @@ class ToolCallReader:
         start = len(body) - len(body.lstrip())
         if start == len(body):
             return [] if final else None
-        if self._found is None:
+        if self._unclosed is None:
             extent = _JsonExtent()
             length = extent.end(body[start:]) if body[start] in "{[" else 0
             if length is None and not final:
@@ -164,23 +164,23 @@ class ToolCallReader:
                 return None
             if length is None and body[start] == "[":  # cut within a list
                 items, end = _items(body, start)
-                return self._taken([item for item in items if _is_json(item)], body[end:])
+                return self._calls_of([item for item in items if _is_json(item)], body[end:])
             end = start + (length or 0)
             if not _is_json(body[start:end]):
                 return []
-            self._found = (_items(body, start)[0] if body[start] == "[" else [body[start:end]]), end
-        items, end = self._found
+            self._unclosed = (_items(body, start)[0] if body[start] == "[" else [body[start:end]]), end
+        items, end = self._unclosed
         rest = body[end:].lstrip()
         if tool_format.closing:
             if not rest.startswith(tool_format.closing):
                 if not tool_format.closing.startswith(rest):
                     return []
-                return self._taken(items, "") if final else None  # cut within the closing
+                return self._calls_of(items, "") if final else None  # cut within the closing
             rest = rest[len(tool_format.closing) :]
-        return self._taken(items, rest)
+        return self._calls_of(items, rest)
 
-    def _taken(self, items: Sequence[str], rest: str) -> list[ToolCall]:
-        self._found = None
+    def _calls_of(self, items: Sequence[str], rest: str) -> list[ToolCall]:
+        self._unclosed = None
         members = (_members(item) for item in items if item.startswith("{"))
         calls = [call for each in members if (call := _call_of(each)) is not None and call.name in self._names]
         if calls:
@@ -199,8 +199,8 @@ def _is_json(text: str) -> bool:
 
 
 def _after_space(text: str, at: int) -> int:
-    found = _SPACE.match(text, at)
-    return at if found is None else found.end()
+    match = _SPACE.match(text, at)
+    return at if match is None else match.end()
 
 
 def _items(text: str, start: int) -> tuple[list[str], int]:
@@ -252,9 +252,9 @@ def messages_with_tools(
     `choice` is the request's `tool_choice`. `to_user`: in the user's first message, for templates without system
     messages.
     """
-    plain = _as_plain(messages)
+    converted = _without_tools(messages)
     if not tools:
-        return plain
+        return converted
     functions = "\n".join(json.dumps(tool.get("function", tool), ensure_ascii=False) for tool in tools)
     must = "Call one of them." if choice == "required" else "Where none of them helps, answer in words."
     if (name := function_name(choice)) is not None:
@@ -264,15 +264,17 @@ def messages_with_tools(
         f"To call one, answer with nothing but JSON of the form {_SHAPE}. {must}"
     )
     role = "user" if to_user else "system"
-    index = next((n for n, each in enumerate(plain) if isinstance(each, Mapping) and each.get("role") == role), None)
+    index = next(
+        (n for n, each in enumerate(converted) if isinstance(each, Mapping) and each.get("role") == role), None
+    )
     if index is None or (not to_user and index > 0):
-        return [{"role": role, "content": description}, *plain]
-    plain[index] = {**plain[index], "content": _joined(description, plain[index].get("content"))}
-    return plain
+        return [{"role": role, "content": description}, *converted]
+    converted[index] = {**converted[index], "content": _joined(description, converted[index].get("content"))}
+    return converted
 
 
-def _as_plain(messages: Sequence[Any]) -> list[Any]:
-    plain: list[Any] = []
+def _without_tools(messages: Sequence[Any]) -> list[Any]:
+    converted: list[Any] = []
     names: dict[Any, Any] = {}  # function names by call id
     follows_result = False
     for message in messages:
@@ -285,22 +287,22 @@ def _as_plain(messages: Sequence[Any]) -> list[Any]:
                 f'{{"name": {json.dumps(function["name"])}, "arguments": {_arguments_text(function)}}}'
                 for function in (call["function"] for call in calls)
             ]
-            plain.append({**rest, "content": _joined(message.get("content") or "", "\n".join(written))})
+            converted.append({**rest, "content": _joined(message.get("content") or "", "\n".join(written))})
         elif is_result:
             name = message.get("name") or names.get(str(message.get("tool_call_id"))) or "the function"
             result = _joined(f"{name} returned:", message.get("content"))
             if follows_result:
-                result = _joined(plain.pop()["content"], result)
-            plain.append({"role": "user", "content": result})
+                result = _joined(converted.pop()["content"], result)
+            converted.append({"role": "user", "content": result})
         else:
-            plain.append(message)
+            converted.append(message)
         follows_result = is_result
-    return plain
+    return converted
 
 
-def function_name(given: Any) -> str | None:
+def function_name(tool: Any) -> str | None:
     """Return the function's name of a tool, a call or a `tool_choice`; None if there is none."""
-    function = given.get("function") if isinstance(given, Mapping) else None
+    function = tool.get("function") if isinstance(tool, Mapping) else None
     name = function.get("name") if isinstance(function, Mapping) else None
     return name if isinstance(name, str) else None
 

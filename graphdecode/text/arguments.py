@@ -72,8 +72,8 @@ def as_prompts(prompts: Any) -> list[SaltedPrompt]:
     return [as_salted_prompt(items)] if are_tokens else [as_salted_prompt(item) for item in items]
 
 
-def _listed(given: Any) -> Any:
-    return given.tolist() if hasattr(given, "tolist") else given
+def _listed(values: Any) -> Any:
+    return values.tolist() if hasattr(values, "tolist") else values
 
 
 @dataclass(frozen=True)
@@ -104,27 +104,29 @@ LoRARequests = LoRARequest | Sequence[LoRARequest | None] | None
 
 def as_params(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
     """Return parameters for each prompt; None means the defaults; see `_one_each`."""
-    given, expected = SamplingParams() if params is None else params, "SamplingParams, one or a list"
-    return _one_each(given, count, "sampling_params", expected, lambda each: isinstance(each, SamplingParams))
+    values, expected = SamplingParams() if params is None else params, "SamplingParams, one or a list"
+    return _one_each(values, count, "sampling_params", expected, lambda each: isinstance(each, SamplingParams))
 
 
 def as_priorities(priority: Sequence[int] | int | None, count: int) -> list[int]:
     """Return a priority for each prompt; None is 0; see `_one_each`."""
-    given, expected = 0 if priority is None else priority, "a 64-bit integer for each prompt"
-    return _one_each(given, count, "priority", expected, LONG_INTEGER.accepts)
+    values, expected = 0 if priority is None else priority, "a 64-bit integer for each prompt"
+    return _one_each(values, count, "priority", expected, LONG_INTEGER.accepts)
 
 
-def as_lora_requests(given: LoRARequests, count: int) -> list[LoRARequest | None]:
+def as_lora_requests(values: LoRARequests, count: int) -> list[LoRARequest | None]:
     """Return an adapter for each prompt; None: the base model; see `_one_each`."""
     expected = "a LoRARequest, a list of them, or None"
-    return _one_each(given, count, "lora_request", expected, lambda each: each is None or isinstance(each, LoRARequest))
+    return _one_each(
+        values, count, "lora_request", expected, lambda each: each is None or isinstance(each, LoRARequest)
+    )
 
 
-def _one_each(given: Any, count: int, name: str, expected: str, is_one: Callable[[Any], bool]) -> list[Any]:
+def _one_each(values: Any, count: int, name: str, expected: str, is_one: Callable[[Any], bool]) -> list[Any]:
     """Return a value for each prompt, given one for all of them or a list; raises `ArgumentError` for anything else."""
-    if is_one(given):
-        return [given] * count
-    items = list(given) if isinstance(given, Iterable) else [given]
+    if is_one(values):
+        return [values] * count
+    items = list(values) if isinstance(values, Iterable) else [values]
     wrong = [item for item in items if not is_one(item)]
     if wrong:
         raise ArgumentError(f"{name} must be {expected}, got {shown(wrong[0])}")

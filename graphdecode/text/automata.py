@@ -137,13 +137,13 @@ class _Walk:
             allowed = np.flatnonzero(np.unpackbits(np.frombuffer(mask, dtype=np.uint8), bitorder="little"))
             if self._is_forced[state] and len(allowed) == 1:
                 targets, tokens = targets[tokens == allowed], tokens[tokens == allowed]
-            own = np.union1d(tokens, self.eos_token_ids) if self._accepts[state] else tokens
-            if not np.array_equal(allowed, own):
+            expected = np.union1d(tokens, self.eos_token_ids) if self._accepts[state] else tokens
+            if not np.array_equal(allowed, expected):
                 raise UnknownPatternError("the library allows other tokens")
         self._masks.append(mask)
         self._leading.append((tokens, targets))
-        found = np.flatnonzero(np.bincount(targets, minlength=len(self._by_byte)))
-        return [(int(target), int(tokens[np.argmax(targets == target)])) for target in found]
+        reached = np.flatnonzero(np.bincount(targets, minlength=len(self._by_byte)))
+        return [(int(target), int(tokens[np.argmax(targets == target)])) for target in reached]
 
     def automaton(self, vocab_size: int, never: Sequence[int]) -> TokenAutomaton:
         """Return the automaton without the tokens `never`, which end a text, but not the model's outputs."""
@@ -179,9 +179,9 @@ class _TokenBytes:
         self.lengths = np.array([len(token) for token in tokens])
         self.offsets = np.concatenate([[0], np.cumsum(self.lengths)[:-1]])
         self.bytes = np.frombuffer(b"".join(tokens), dtype=np.uint8)
-        given = np.flatnonzero(self.lengths)
-        first = self.bytes[self.offsets[given]]
-        self.by_first = [given[first == byte] for byte in range(256)]
+        nonempty = np.flatnonzero(self.lengths)
+        first = self.bytes[self.offsets[nonempty]]
+        self.by_first = [nonempty[first == byte] for byte in range(256)]
 
     def followed(self, by_byte: np.ndarray, state: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the tokens allowed in a state, ascending, and the states that they lead to."""
@@ -193,9 +193,9 @@ class _TokenBytes:
         ended: list[tuple[np.ndarray, np.ndarray]] = []
         offset = 1
         while len(tokens):
-            goes_on = self.lengths[tokens] > offset
-            ended.append((tokens[~goes_on], states[~goes_on]))
-            tokens, states = tokens[goes_on], states[goes_on]
+            continues = self.lengths[tokens] > offset
+            ended.append((tokens[~continues], states[~continues]))
+            tokens, states = tokens[continues], states[continues]
             states = by_byte[states, self.bytes[self.offsets[tokens] + offset]]
             tokens, states = tokens[states >= 0], states[states >= 0]
             offset += 1
@@ -254,19 +254,19 @@ def _class_of(name: str) -> Ranges:
     from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
     matcher = LLMatcher(LLTokenizer(TokenizerWrapper(_Bytes())), LLMatcher.grammar_from_regex(f"\\{name}"))
-    found: list[tuple[int, int]] = []
+    characters: list[tuple[int, int]] = []
 
-    def walk(before: bytes) -> None:
+    def walk(prefix: bytes) -> None:
         bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)[:32], bitorder="little")
         for byte in np.flatnonzero(bits).tolist():
-            spelled = before + bytes([byte])
+            spelled = prefix + bytes([byte])
             lead = spelled[0]
             if len(spelled) == (1 if lead < 0x80 else 2 if lead < 0xE0 else 3 if lead < 0xF0 else 4):  # of UTF-8
-                found.append((ord(spelled.decode()),) * 2)
+                characters.append((ord(spelled.decode()),) * 2)
             else:
                 matcher.consume_token(byte)
                 walk(spelled)
                 matcher.rollback(1)
 
     walk(b"")
-    return merged(tuple(found))
+    return merged(tuple(characters))

@@ -87,18 +87,18 @@ def render_chat(
     conversation = [_as_message(message, f"messages[{index}]") for index, message in enumerate(_listed(messages))]
     template = _template_of(tokenizer, chat_template, tools)
     variables = dict(chat_template_kwargs or {})
-    if taken := [name for name in variables if name in _ARGUMENTS]:
-        raise ArgumentError(f"chat_template_kwargs must not have {taken[0]!r}, which is an argument by itself")
-    own = {"chat_template": template, "tokenize": False, "tools": tools}
+    if reserved := [name for name in variables if name in _ARGUMENTS]:
+        raise ArgumentError(f"chat_template_kwargs must not have {reserved[0]!r}, which is an argument by itself")
+    arguments = {"chat_template": template, "tokenize": False, "tools": tools}
 
-    def rendered(conversation: list[dict[str, Any]], **how: bool) -> str:
+    def rendered(conversation: list[dict[str, Any]], **options: bool) -> str:
         try:  # raises if a variable has the name of one of these
-            return str(tokenizer.apply_chat_template(conversation, **own, **how, **variables))
+            return str(tokenizer.apply_chat_template(conversation, **arguments, **options, **variables))
         except Exception as error:  # a template is a program
             raise ArgumentError(f"the chat template refuses this conversation: {error}") from error
 
-    how = {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
-    text = rendered(conversation, **how)
+    options = {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
+    text = rendered(conversation, **options)
     for index, message in enumerate(conversation):
         role = message["role"]
         if role not in _ROLES and role not in template and message["content"].strip() not in text:
@@ -205,7 +205,7 @@ def _end_of_turn(tokenizer: Any, rendered: Callable[..., str]) -> tuple[int, ...
         text = rendered(messages, add_generation_prompt=False)
     except ArgumentError:  # it expects other messages
         return ()
-    _, mark, rest = text.rpartition(_MARK)
-    first = _encoded(tokenizer, rest)[:1] if mark else []
+    _, mark, suffix = text.rpartition(_MARK)
+    first = _encoded(tokenizer, suffix)[:1] if mark else []
     added = tokenizer.backend_tokenizer.get_added_tokens_decoder()
     return tuple(token for token in first if token in added and added[token].special)

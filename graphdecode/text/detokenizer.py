@@ -41,7 +41,7 @@ class Detokenizer:
         self._include_stop = include_stop
         self.text = ""  # all that is complete
         self._handed_out = 0
-        self._seen = 0  # no stop string begins before this position
+        self._scanned = 0  # no stop string begins before this position
         self._num_tokens = 0
 
     def push(self, token_id: int) -> str | None:
@@ -70,25 +70,25 @@ class Detokenizer:
 
     def finish(self) -> str | None:
         """Add the text of unfinished characters; return the stop string that it completes, if any."""
-        rest = self._incremental.rest()
-        return self._append(rest) if rest else None
+        tail = self._incremental.flush()
+        return self._append(tail) if tail else None
 
     def take(self, final: bool = False) -> str:
         """Return the new text that is safe to show; with `final` all of it."""
-        end = len(self.text) if final else len(self.text) - self._held_back()
+        end = len(self.text) if final else len(self.text) - self._num_held_back()
         piece = self.text[self._handed_out : end]
         self._handed_out = max(end, self._handed_out)
         return piece
 
-    def _held_back(self) -> int:
+    def _num_held_back(self) -> int:
         if self._include_stop or not self._stop_strings:
             return 0
         end = len(self.text)
         # each position is checked once
-        self._seen = min(max(self._seen, end - self._longest_stop + 1), end)
-        while self._seen < end and not self._begins_a_stop(self.text[self._seen :]):
-            self._seen += 1
-        return end - self._seen
+        self._scanned = min(max(self._scanned, end - self._longest_stop + 1), end)
+        while self._scanned < end and not self._begins_a_stop(self.text[self._scanned :]):
+            self._scanned += 1
+        return end - self._scanned
 
     def _begins_a_stop(self, text: str) -> bool:
         at = bisect_right(self._sorted_stops, text)  # the first that may be longer than the text

@@ -24,7 +24,7 @@ from graphdecode.text.automata import AutomatonConstraint, TokenAutomata
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-_KEPT = 64  # compiled grammars: clients repeat the same few
+_MAX_COMPILED = 64  # compiled grammars: clients repeat the same few
 MAX_GRAMMAR_LENGTH = 1 << 20  # characters
 _MOST_ALTERNATIVES = 1000  # llguidance follows 2000 items of a grammar at a time
 _WORTH_THREADS_BYTES = 1024  # size of one mask
@@ -36,7 +36,7 @@ _ANNOTATIONS = ("default", "examples", "example")  # are not enforced
 _NAMING = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")  # names of schemas
 _VALUES = ("const", "enum")
 _IN_GRAMMAR = re.compile(r"%json\s*(?=[{\[])")
-_PLAIN = {"NoExtensionBias": "no text matches it"}  # llguidance's reasons, in words
+_REASONS = {"NoExtensionBias": "no text matches it"}  # llguidance's reasons, in words
 
 
 def is_available() -> bool:
@@ -56,8 +56,8 @@ class Grammars:
         self._eos_token_ids = tuple(eos_token_ids)
         self._vocabulary: LLTokenizer | None = None
         self._loading = threading.Lock()
-        self._validated = lru_cache(_KEPT)(self._validate)
-        self._compiled = lru_cache(_KEPT)(self.compiled)
+        self._validated = lru_cache(_MAX_COMPILED)(self._validate)
+        self._compiled = lru_cache(_MAX_COMPILED)(self.compiled)
 
     def load(self) -> LLTokenizer:
         """Return the vocabulary, loaded at the first call, which may take a second.
@@ -108,9 +108,9 @@ class Grammars:
         from llguidance import LLMatcher
 
         with _as_argument_errors(kind):
-            is_wrong, found = LLMatcher.validate_grammar_with_warnings(grammar, self.load())
+            is_wrong, warnings = LLMatcher.validate_grammar_with_warnings(grammar, self.load())
         if is_wrong:
-            reason = found[0].strip().replace("Unimplemented keys", "keywords that are not supported")
+            reason = warnings[0].strip().replace("Unimplemented keys", "keywords that are not supported")
             raise ArgumentError(f"structured_outputs: {kind} cannot be kept: {reason}")
 
     def constraint(self, grammar: str) -> Constraint:
@@ -243,15 +243,15 @@ class GrammarConstraint(Constraint):
         cls, constraints: Sequence[Self], stop_ids: Sequence[Sequence[int]]
     ) -> list[np.ndarray | ConstraintError]:
         """Return for several outputs what `fill` writes, or its error; see `Constraint.fill_all`."""
-        found: list[np.ndarray | ConstraintError] = []
+        masks: list[np.ndarray | ConstraintError] = []
         words = constraints[0]._masks.fill([constraint._matcher for constraint in constraints])
         for mask, constraint, stops in zip(words, constraints, stop_ids, strict=False):
-            found.append(mask)
+            masks.append(mask)
             try:
                 constraint._end(mask, stops)
             except ConstraintError as error:
-                found[-1] = error
-        return found
+                masks[-1] = error
+        return masks
 
     def _end(self, mask: np.ndarray, stop_ids: Sequence[int]) -> None:
         """Allow the stop ids where the output may end; raise the matcher's error."""
@@ -275,7 +275,7 @@ def _failure(matcher: LLMatcher) -> ConstraintError:
 
 def _reason(matcher: LLMatcher) -> str:
     reason = matcher.get_error().removesuffix("<non-verbose/>").partition(";")[0].strip()
-    return _PLAIN.get(reason, reason)
+    return _REASONS.get(reason, reason)
 
 
 def _closed(schema: Any) -> Any:
@@ -294,7 +294,7 @@ def _check_numbers(schema: Any) -> None:
     """Raise `ArgumentError` if a number of a schema cannot be enforced as it is."""
     waiting: list[tuple[Any, str, str]] = [(schema, "", "schema")]  # value, its place, and what it is
     while waiting:
-        value, place, kind = waiting.pop()
+        value, path, kind = waiting.pop()
         if isinstance(value, dict):
             for name, each in value.items():
                 if kind == "schema" and name in _ANNOTATIONS:
@@ -302,19 +302,19 @@ def _check_numbers(schema: Any) -> None:
                 inner = {"names": "schema", "values": "values"}.get(kind)
                 if inner is None:
                     inner = "names" if name in _NAMING else "values" if name in _VALUES else "schema"
-                waiting.append((each, f"{place}.{name}" if place else str(name), inner))
+                waiting.append((each, f"{path}.{name}" if path else str(name), inner))
         elif isinstance(value, list):
-            waiting += [(each, f"{place}[{index}]", kind) for index, each in enumerate(value)]
+            waiting += [(each, f"{path}[{index}]", kind) for index, each in enumerate(value)]
         elif isinstance(value, (int, float)) and not isinstance(value, bool):
-            is_bound = kind == "schema" and place.rpartition(".")[2] == "maximum"
-            if not (_is_kept(value) or (is_bound and type(value) is int and value == _LARGEST_INT64)):
+            is_bound = kind == "schema" and path.rpartition(".")[2] == "maximum"
+            if not (_is_exact(value) or (is_bound and type(value) is int and value == _LARGEST_INT64)):
                 raise ArgumentError(
-                    f"{place} must be an integer in -{_LARGEST}..{_LARGEST} (2**53 - 1), or a number of at most "
+                    f"{path} must be an integer in -{_LARGEST}..{_LARGEST} (2**53 - 1), or a number of at most "
                     f"{_DIGITS} digits, got {shown(value)}: another would be rounded"
                 )
 
 
-def _is_kept(number: float) -> bool:
+def _is_exact(number: float) -> bool:
     if not -_LARGEST <= number <= _LARGEST:  # NaN, too
         return False
     return isinstance(number, int) or len(Decimal(repr(number)).normalize().as_tuple().digits) <= _DIGITS
@@ -323,9 +323,9 @@ def _is_kept(number: float) -> bool:
 def _check_numbers_in_grammar(grammar: str) -> None:
     """Raise `ArgumentError` as `_check_numbers` for the schemas in a Lark grammar."""
     decoder = json.JSONDecoder()
-    for found in _IN_GRAMMAR.finditer(grammar):
+    for match in _IN_GRAMMAR.finditer(grammar):
         try:
-            schema, _ = decoder.raw_decode(grammar, found.end())
+            schema, _ = decoder.raw_decode(grammar, match.end())
         except (ValueError, RecursionError):  # llguidance will say so
             continue
         _check_numbers(schema)

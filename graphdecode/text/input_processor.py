@@ -166,14 +166,22 @@ class InputProcessor:
         output = RequestOutput(next(self._numbers), tokenized.prompt, tokenized.token_ids, outputs, times)
         seed = derived_seed(self._seed, int(output.request_id)) if params.seed is None else params.seed
         children: list[tuple[Request, RequestState]] = []
-        for own_output in output.outputs:
-            index = own_output.index
+        for completion in output.outputs:
+            index = completion.index
             scored = params.prompt_logprobs if index == 0 else None  # computed once
-            own = per_output.unchecked(seed=as_int64(seed + index), prompt_logprobs=scored)
+            child_params = per_output.unchecked(seed=as_int64(seed + index), prompt_logprobs=scored)
             request = Request(
-                tokenized.token_ids, own, bad_words, grammar, priority, start_tag, adapter, salt, is_checked=True
+                tokenized.token_ids,
+                child_params,
+                bad_words,
+                grammar,
+                priority,
+                start_tag,
+                adapter,
+                salt,
+                is_checked=True,
             )
-            children.append((request, RequestState(own_output, output, params, self.texts)))
+            children.append((request, RequestState(completion, output, params, self.texts)))
         return ParentRequest(output, children)
 
     @cached_property
@@ -201,10 +209,10 @@ class InputProcessor:
 
     def _spellings(self, words: Sequence[str]) -> list[list[int]]:
         """Return the tokens of words at the beginning of a text, and after a space if those differ."""
-        plain = self._encoded([word.lstrip() for word in words], "bad_words", special=False)
+        unspaced = self._encoded([word.lstrip() for word in words], "bad_words", special=False)
         spaced = self._encoded([f" {word.lstrip()}" for word in words], "bad_words", special=False)
         spellings = []
-        for first, other in zip(plain, spaced, strict=True):
+        for first, other in zip(unspaced, spaced, strict=True):
             spellings += [first] if other[-len(first) :] == first else [first, other]
         return spellings
 

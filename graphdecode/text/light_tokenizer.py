@@ -13,7 +13,7 @@ from typing import Any
 
 from graphdecode.errors import ArgumentError
 
-_PLAIN_KEYS = {"role", "content"}
+_SIMPLE_KEYS = {"role", "content"}
 _OF_TRANSFORMERS = "generation"  # a template tag that only transformers defines
 _CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast")  # these use tokenizer.json unchanged
 _MODEL_TYPES = ("llama", "olmo2", "smollm3")  # have no tokenizer class of their own
@@ -77,34 +77,36 @@ class LightTokenizer:
 
     def get_chat_template(self, chat_template: str | None = None, tools: Sequence[Any] | None = None) -> str:
         """Return the given chat template, else the tokenizer's own; raise ArgumentError if there is none."""
-        found = self.chat_template if chat_template is None else chat_template
-        if found is None:
+        template = self.chat_template if chat_template is None else chat_template
+        if template is None:
             raise ArgumentError("the tokenizer has no chat template")
-        if isinstance(found, str):
-            return found
-        self.full.chat_template = found  # several, by name
+        if isinstance(template, str):
+            return template
+        self.full.chat_template = template  # several, by name
         return str(self.full.get_chat_template(chat_template, tools))
 
-    def apply_chat_template(self, conversation: Any, chat_template: str | None = None, **how: Any) -> Any:
+    def apply_chat_template(self, conversation: Any, chat_template: str | None = None, **options: Any) -> Any:
         """Render a conversation; see transformers."""
         template = self.get_chat_template(chat_template)
-        variables = {name: value for name, value in how.items() if name not in ("tokenize", "continue_final_message")}
-        plain = (
-            how.get("tokenize") is False
+        variables = {
+            name: value for name, value in options.items() if name not in ("tokenize", "continue_final_message")
+        }
+        is_simple = (
+            options.get("tokenize") is False
             and bool(conversation)
-            and not how.get("continue_final_message")
-            and how.get("tools") is None
+            and not options.get("continue_final_message")
+            and options.get("tools") is None
             and all(type(value) in (str, bool, int, type(None)) for value in variables.values())
             and all(
-                message.keys() <= _PLAIN_KEYS and all(type(value) is str for value in message.values())
+                message.keys() <= _SIMPLE_KEYS and all(type(value) is str for value in message.values())
                 for message in conversation
             )
         )
-        if not plain or _OF_TRANSFORMERS in template.replace("add_generation_prompt", ""):
-            return self.full.apply_chat_template(conversation, chat_template=template, **how)
-        given = {"tools": None, "documents": None, "add_generation_prompt": False, **self.special_tokens_map}
+        if not is_simple or _OF_TRANSFORMERS in template.replace("add_generation_prompt", ""):
+            return self.full.apply_chat_template(conversation, chat_template=template, **options)
+        defaults = {"tools": None, "documents": None, "add_generation_prompt": False, **self.special_tokens_map}
         messages = [dict(message) for message in conversation]
-        return str(_compiled(template).render(messages=messages, **(given | variables)))
+        return str(_compiled(template).render(messages=messages, **(defaults | variables)))
 
     def _bare(self) -> Any:
         """Return the backend without truncation and padding, which a call of `full` may have set."""
@@ -125,27 +127,27 @@ def light_folder_tokenizer(folder: Path, make_full: Callable[[], Any]) -> LightT
     from tokenizers import Tokenizer
 
     try:
-        asked = json.loads((folder / "tokenizer_config.json").read_text("utf-8"))
+        settings = json.loads((folder / "tokenizer_config.json").read_text("utf-8"))
         model = json.loads((folder / "config.json").read_text("utf-8"))
-        described, added = asked.pop("tokenizer_class"), asked.pop("added_tokens_decoder", {})
-        splits, template = asked.pop("split_special_tokens", False), asked.get("chat_template")
-        uses = {use: token for use in _USES if (token := asked.pop(use, None)) is not None}
+        tokenizer_class, added = settings.pop("tokenizer_class"), settings.pop("added_tokens_decoder", {})
+        splits, template = settings.pop("split_special_tokens", False), settings.get("chat_template")
+        uses = {use: token for use in _USES if (token := settings.pop(use, None)) is not None}
         named = {use: token["content"] if isinstance(token, dict) else token for use, token in uses.items()}
         file = folder / "chat_template.jinja"
         template = file.read_text("utf-8") if file.exists() else template
         if (
-            described not in _CLASSES
+            tokenizer_class not in _CLASSES
             or model["model_type"] not in _MODEL_TYPES
             or "auto_map" in model
-            or not asked.keys() <= _HARMLESS
+            or not settings.keys() <= _HARMLESS
             or not isinstance(template, str | None)
             or any((folder / name).exists() for name in _FURTHER_FILES)
         ):
             return None
         backend = Tokenizer.from_file(str(folder / "tokenizer.json"))
-        known = backend.get_added_tokens_decoder()
-        same = all(_of(known[int(index)]) == token for index, token in added.items())
-        contents = {token.content for token in known.values()}
+        added_tokens = backend.get_added_tokens_decoder()
+        same = all(_of(added_tokens[int(index)]) == token for index, token in added.items())
+        contents = {token.content for token in added_tokens.values()}
         if type(backend.model).__name__ != "BPE" or not same or not set(named.values()) <= contents:
             return None
         backend.encode_special_tokens = bool(splits)
@@ -164,8 +166,8 @@ def _of(token: Any) -> dict[str, Any]:
     }
 
 
-def _as_json(value: Any, ensure_ascii: bool = False, **how: Any) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, **how)
+def _as_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
 
 @functools.lru_cache(maxsize=16)
@@ -180,14 +182,14 @@ def _compiled(template: str) -> Any:
         if isinstance(name, str) and name.startswith("_"):
             raise SecurityError(f"a chat template may not set {name!r} of a namespace")
 
-    class PlainNamespace(Namespace):
+    class GuardedNamespace(Namespace):
         """Jinja's namespace, without names that give access to Python."""
 
-        def __init__(*args: Any, **given: Any) -> None:  # as Jinja's: `self` may be a keyword, too
-            own, *others = args
-            for name in (found := dict(*others, **given)):
+        def __init__(*args: Any, **keywords: Any) -> None:  # as Jinja's: `self` may be a keyword, too
+            namespace, *others = args
+            for name in (variables := dict(*others, **keywords)):
                 check_name(name)
-            Namespace.__init__(own, found)
+            Namespace.__init__(namespace, variables)
 
         def __setitem__(self, name: str, value: Any) -> None:
             check_name(name)
@@ -201,7 +203,7 @@ def _compiled(template: str) -> Any:
     environment.globals |= {
         "raise_exception": refuse,
         "strftime_now": lambda text: datetime.now().strftime(text),
-        "dict": lambda *args, **given: dict(*args, **given),
-        "namespace": PlainNamespace,
+        "dict": lambda *args, **keywords: dict(*args, **keywords),
+        "namespace": GuardedNamespace,
     }
     return environment.from_string(template)

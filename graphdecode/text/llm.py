@@ -256,13 +256,13 @@ class LLM:
         lora_requests, calls = as_lora_requests(lora_request, len(prompts)), []
         for each in dict.fromkeys(filter(None, lora_requests)):
             self.engine.adapters.load_once(each.lora_name, each.lora_path)
-        for prompt, own, rank, request in zip(prompts, params, priorities, lora_requests, strict=True):
+        for prompt, own_params, rank, request in zip(prompts, params, priorities, lora_requests, strict=True):
             adapter = None if request is None else request.lora_name
             call = partial(self.input_processor.process, priority=rank, adapter=adapter)
             if isinstance(prompt, RenderedChat):
-                calls.append(partial(call, prompt.text, prompt.ending(own), token_ids=prompt.token_ids))
+                calls.append(partial(call, prompt.text, prompt.ending(own_params), token_ids=prompt.token_ids))
             else:
-                calls.append(partial(call, prompt.prompt, own, cache_salt=prompt.cache_salt))
+                calls.append(partial(call, prompt.prompt, own_params, cache_salt=prompt.cache_salt))
         return calls
 
     def _generated(self, parents: list[ParentRequest], use_tqdm: bool) -> list[RequestOutput]:
@@ -275,7 +275,7 @@ class LLM:
             return not unfinished
 
         try:
-            with DeferredInterrupt() as interrupt, self._bar(len(states), wanted=use_tqdm) as bar:
+            with DeferredInterrupt() as interrupt, self._bar(len(states), is_visible=use_tqdm) as bar:
                 self.router.submit(parents)
 
                 def between() -> None:
@@ -294,9 +294,9 @@ class LLM:
         return [parent.output for parent in parents]
 
     @staticmethod
-    def _bar(total: int, *, wanted: bool) -> tqdm[NoReturn] | nullcontext[None]:
+    def _bar(total: int, *, is_visible: bool) -> tqdm[NoReturn] | nullcontext[None]:
         """Return a progress bar if standard error is a terminal; call it with Ctrl-C deferred, as tqdm takes a lock."""
-        if not wanted or sys.stderr is None or not sys.stderr.isatty():
+        if not is_visible or sys.stderr is None or not sys.stderr.isatty():
             return nullcontext()
         return tqdm(total=total, desc="generating", unit="output", leave=False)
 

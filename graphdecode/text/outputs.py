@@ -159,22 +159,25 @@ class RequestState:
             if self.output.finish_reason is not None:
                 return False
             if event.prompt_logprobs is not None:  # for the prompt's next tokens; its first one has none
-                known, scores = self.request.prompt_logprobs or [None], event.prompt_logprobs
-                tokens, text = self.request.prompt_token_ids[len(known) : len(known) + len(scores)], self._prompt_text
+                earlier, scores = self.request.prompt_logprobs or [None], event.prompt_logprobs
+                tokens, text = (
+                    self.request.prompt_token_ids[len(earlier) : len(earlier) + len(scores)],
+                    self._prompt_text,
+                )
                 entries: list[dict[int, Logprob] | None] = []
                 for token, scored in zip(tokens, scores, strict=True):
                     entries.append(_entries(token, scored, text))
                     if text is not None:
                         text.push(token)
-                self.request.prompt_logprobs = known + entries
+                self.request.prompt_logprobs = earlier + entries
             if event.is_part:
                 return False
             if not self._begun:
                 self._begun = True
-                own, shared = event.metrics, self.request.metrics
-                shared.first_scheduled_time = _earliest(shared.first_scheduled_time, own.first_scheduled_time)
-                shared.first_token_time = _earliest(shared.first_token_time, own.first_token_time)
-                shared.num_cached_tokens = max(shared.num_cached_tokens, own.num_cached_tokens)
+                metrics, shared = event.metrics, self.request.metrics
+                shared.first_scheduled_time = _earliest(shared.first_scheduled_time, metrics.first_scheduled_time)
+                shared.first_token_time = _earliest(shared.first_token_time, metrics.first_token_time)
+                shared.num_cached_tokens = max(shared.num_cached_tokens, metrics.num_cached_tokens)
             stop = self._take_tokens(event)
             reason, stop_reason = ("stop", stop) if stop is not None else (event.finish_reason, event.stop_reason)
             if reason is None:

@@ -42,13 +42,13 @@ def complement(ranges: Ranges) -> Ranges:
 
 def merged(ranges: Iterable[tuple[int, int]]) -> Ranges:
     """Return the same characters in ascending ranges that do not touch."""
-    apart: list[tuple[int, int]] = []
+    disjoint: list[tuple[int, int]] = []
     for low, high in sorted(ranges):
-        if apart and low <= apart[-1][1] + 1:
-            apart[-1] = apart[-1][0], max(high, apart[-1][1])
+        if disjoint and low <= disjoint[-1][1] + 1:
+            disjoint[-1] = disjoint[-1][0], max(high, disjoint[-1][1])
         else:
-            apart.append((low, high))
-    return tuple(apart)
+            disjoint.append((low, high))
+    return tuple(disjoint)
 
 
 def byte_automaton(text: str, class_of: Callable[[str], Ranges], most_states: int) -> tuple[np.ndarray, np.ndarray]:

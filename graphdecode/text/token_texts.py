@@ -39,26 +39,26 @@ class TokenTexts:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         added = tokenizer.get_added_tokens_decoder().items()
-        self.special: dict[int, str] = {token: known.content for token, known in added if known.special}
+        self.special: dict[int, str] = {token: data.content for token, data in added if data.special}
         self._is_independent = _is_independent(tokenizer.decoder)
         self._word = self._first_word()
-        self._known: dict[int, bytes] = {}  # what `bytes_of` returned
+        self._bytes_by_id: dict[int, bytes] = {}  # what `bytes_of` returned
         self._parts: dict[int, str | None] = {}  # what `part_of` returned
-        self.after_any = self._known if self._is_independent else {}
+        self.after_any = self._bytes_by_id if self._is_independent else {}
 
     def bytes_of(self, token: int) -> bytes:
         """Return the bytes that a token adds within a text."""
-        known = self._known.get(token)
-        if known is None:
-            known = self._known[token] = self._added(token, self._word)
-        return known
+        data = self._bytes_by_id.get(token)
+        if data is None:
+            data = self._bytes_by_id[token] = self._added(token, self._word)
+        return data
 
     def part_of(self, token: int) -> str | None:
         """Return the escaped bytes of a token that is no text, such as a part of a character; None: it is a text."""
         if token not in self._parts:
-            own = self.bytes_of(token)
-            shown = own.decode(errors="backslashreplace")
-            self._parts[token] = None if shown.encode() == own else shown
+            data = self.bytes_of(token)
+            shown = data.decode(errors="backslashreplace")
+            self._parts[token] = None if shown.encode() == data else shown
         return self._parts[token]
 
     def bytes_after(self, token: int, previous: int | None) -> bytes:
@@ -118,10 +118,10 @@ class IncrementalText:
         self._texts = texts
         self._skips = texts.special if skip_special_tokens else {}
         self._unspaced = {} if spaced or skip_special_tokens else texts.special
-        self._known = texts.after_any
+        self._bytes_by_id = texts.after_any
         self._previous: int | None = None  # the last token with a text
         self._unfinished = b""  # of a character
-        self._is_given = True  # it is of tokens before the text
+        self._is_prompts = True  # it is of tokens before the text
 
     def follow(self, tokens: Sequence[int]) -> None:
         """Let the text follow other tokens, such as a prompt's; their unfinished character becomes part of it."""
@@ -147,20 +147,20 @@ class IncrementalText:
         if token in self._skips:
             return ""
         data = self._unfinished + self._bytes(token)
-        self._previous, self._is_given = token, False
+        self._previous, self._is_prompts = token, False
         text, used = utf_8_decode(data, "replace", False)
         self._unfinished = data[used:] if used < len(data) else b""
         return text
 
-    def rest(self) -> str:
+    def flush(self) -> str:
         """Return the text of a character that remains unfinished."""
         unfinished, self._unfinished = self._unfinished, b""
-        return "" if self._is_given else utf_8_decode(unfinished, "replace", True)[0]
+        return "" if self._is_prompts else utf_8_decode(unfinished, "replace", True)[0]
 
     def _bytes(self, token: int) -> bytes:
-        known = self._known.get(token)
-        if known is not None and self._previous is not None and not self._unspaced:
-            return known
+        data = self._bytes_by_id.get(token)
+        if data is not None and self._previous is not None and not self._unspaced:
+            return data
         if token in self._unspaced and self._previous in self._unspaced:
             return self._unspaced[token].encode()
         return self._texts.bytes_after(token, self._previous)

@@ -41,8 +41,8 @@ def load_tokenizer(folder: Path, *, trust_remote_code: bool = False, replaceable
     for file in folder.iterdir():  # reading a pipe would never end
         if file.suffix in _READ_BY_TRANSFORMERS and file.exists() and not stat.S_ISREG(file.stat().st_mode):
             raise ModelSourceError(f"{file} is not a regular file")
-    found = light_folder_tokenizer(folder, partial(_by_transformers, folder, trust_remote_code))
-    return _checked(folder, trust_remote_code, replaceable) if found is None else found
+    light = light_folder_tokenizer(folder, partial(_by_transformers, folder, trust_remote_code))
+    return _checked(folder, trust_remote_code, replaceable) if light is None else light
 
 
 def _fast_tokenizer(tokenizer: Any, options: dict[str, Any]) -> Any:
@@ -65,7 +65,7 @@ def _by_transformers(folder: Path, trust_remote_code: bool) -> Any:
     from transformers import AutoTokenizer  # takes a second
 
     return AutoTokenizer.from_pretrained(
-        folder, config=_plain_config(folder), local_files_only=True, trust_remote_code=trust_remote_code
+        folder, config=_minimal_config(folder), local_files_only=True, trust_remote_code=trust_remote_code
     )
 
 
@@ -95,20 +95,22 @@ def _checked(folder: Path, trust_remote_code: bool, replaceable: bool) -> Any:
 
 def _code_of(folder: Path) -> str | None:
     maps = [_settings_in(folder / name).get("auto_map") for name in ("tokenizer_config.json", "config.json")]
-    found = [asked["AutoTokenizer"] for asked in maps if isinstance(asked, dict) and "AutoTokenizer" in asked]
-    return shown(found[0]) if found else None
+    classes = [
+        auto_map["AutoTokenizer"] for auto_map in maps if isinstance(auto_map, dict) and "AutoTokenizer" in auto_map
+    ]
+    return shown(classes[0]) if classes else None
 
 
 def _settings_in(file: Path) -> dict[str, Any]:
     """Return what a JSON file holds; nothing if it cannot be read."""
     try:
-        found = json.loads(file.read_text("utf-8"))
+        settings = json.loads(file.read_text("utf-8"))
     except (OSError, ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return settings if isinstance(settings, dict) else {}
 
 
-def _plain_config(folder: Path) -> Any:
+def _minimal_config(folder: Path) -> Any:
     """Return a configuration with what AutoTokenizer needs; None if transformers has to read it itself.
 
     The model's own configuration class would cost 3 s and 80 MB of imports.

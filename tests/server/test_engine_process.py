@@ -23,7 +23,7 @@ from graphdecode.engine.request import RequestRules
 from graphdecode.errors import AnswerError
 from graphdecode.kernels.sampling.sampling_slots import SamplingCapacity
 from graphdecode.models import resolve_model_path
-from graphdecode.server.engine_client import KEPT_BYTES, EngineClient, HeartbeatTimeouts
+from graphdecode.server.engine_client import MAX_GRAMMAR_BYTES, EngineClient, HeartbeatTimeouts
 from graphdecode.server.engine_process import EngineProcess
 from graphdecode.server.messages import (
     Add,
@@ -256,12 +256,12 @@ def test_a_form_that_takes_more_than_all_may_is_kept_for_a_moment_alone(monkeypa
         scripted = Scripted(monkeypatch, EngineReady(RULES, 0, (1,), 0.0))
         client = client_of(HeartbeatTimeouts())
         await client.start()
-        for nbytes in (KEPT_BYTES, KEPT_BYTES + 1):
+        for nbytes in (MAX_GRAMMAR_BYTES, MAX_GRAMMAR_BYTES + 1):
             client.add_grammar(AddGrammar(f"form of {nbytes}", None, nbytes))
             assert client.has_grammar(f"form of {nbytes}")
             await asyncio.sleep(0)
             await asyncio.sleep(0)
-        assert not client.has_grammar(f"form of {KEPT_BYTES + 1}")
+        assert not client.has_grammar(f"form of {MAX_GRAMMAR_BYTES + 1}")
         assert [type(message) for message in scripted.heard()][-3:] == [AddGrammar, DropGrammar, DropGrammar]
         client.close(force=True)
         scripted.close()

@@ -22,7 +22,7 @@ from graphdecode import LLM, SamplingParams, StructuredOutputsParams
 from graphdecode.errors import ArgumentError
 from graphdecode.server.app import Guard, caller_of, check_key
 from graphdecode.server.engine_client import GrammarCache
-from graphdecode.server.fair_queue import CALLERS_KEPT, FairQueue
+from graphdecode.server.fair_queue import MAX_CALLERS, FairQueue
 from graphdecode.server.http import HttpError
 from graphdecode.server.jobs import JobError
 from graphdecode.server.messages import AddGrammar
@@ -144,10 +144,10 @@ def test_callers_without_number_neither_fill_the_queue_nor_slow_it() -> None:
     queue = FairQueue()
     assert queue.start_tag("greedy", 1000) == 0
     assert queue.start_tag("greedy", 1000) == 1000
-    for number in range(3 * CALLERS_KEPT):
+    for number in range(3 * MAX_CALLERS):
         assert queue.start_tag(f"caller {number}", 10) == 0
     assert queue.start_tag("greedy", 1) == 0  # who has not asked for longest is forgotten
-    assert queue.start_tag(f"caller {3 * CALLERS_KEPT - 1}", 10) == 10
+    assert queue.start_tag(f"caller {3 * MAX_CALLERS - 1}", 10) == 10
     queue.began(50)
     assert queue.start_tag("new", 1) == 50
     assert queue.start_tag("new", 1) == 51

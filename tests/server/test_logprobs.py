@@ -82,7 +82,7 @@ def test_tokens_of_one_text_keep_their_values_apart_in_completions() -> None:
 def test_offsets_are_places_in_the_prompt(prompt: str | None, tokens: list[int], offsets: list[int]) -> None:
     texts, is_given = TokenTexts(sentencepiece()), prompt is not None
     shown = text_of_tokens(texts, tokens) if prompt is None else prompt
-    assert offsets_in_prompt(texts, shown, tokens, is_given=is_given) == offsets
+    assert offsets_in_prompt(texts, shown, tokens, is_text=is_given) == offsets
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ import pytest
 from served import AT_LENGTH, ROOT, Served, children_of, serving, until
 
 from graphdecode.config import ServerConfig
-from graphdecode.server.app import own_names
+from graphdecode.server.app import allowed_host_names
 
 LONG = {"prompt": "abc", "max_tokens": None, "ignore_eos": True, "temperature": 0}
 HEADERS = "Host: localhost\r\nContent-Type: application/json\r\n"
@@ -261,11 +261,11 @@ def test_a_name_that_is_not_the_servers_own_is_refused(served: Served) -> None:
 
 def test_names_are_looked_at_where_nobody_else_can_come_or_some_are_named() -> None:
     for host in ("127.0.0.1", "127.8.8.8", "::1", "localhost"):
-        assert own_names(ServerConfig(host=host)) == ()
+        assert allowed_host_names(ServerConfig(host=host)) == ()
     for host in ("0.0.0.0", "::", "192.168.1.7", "machine.example"):
-        assert own_names(ServerConfig(host=host)) is None
-        assert own_names(ServerConfig(host=host, allowed_hosts=["a.example"])) == ("a.example",)
-    assert own_names(ServerConfig(allowed_hosts=["a.example", "*"])) is None
+        assert allowed_host_names(ServerConfig(host=host)) is None
+        assert allowed_host_names(ServerConfig(host=host, allowed_hosts=["a.example"])) == ("a.example",)
+    assert allowed_host_names(ServerConfig(allowed_hosts=["a.example", "*"])) is None
 
 
 def answers_on(connection: socket.socket) -> None:

@@ -55,7 +55,7 @@ def test_a_replica_has_the_longest_beginning_that_it_was_sent(seed: int) -> None
 
 
 def test_what_was_used_longest_ago_is_forgotten_from_its_end() -> None:
-    index: RoutedPrefixes[str] = RoutedPrefixes(kept_blocks=6)
+    index: RoutedPrefixes[str] = RoutedPrefixes(max_blocks=6)
     index.add("a", [1, 2, 3, 4])
     index.add("a", [11, 12])
     assert index.matched([1, 2, 3, 4]) == {"a": 4}

@@ -233,9 +233,9 @@ def _join_ray(replicas: ReplicaConfig) -> None:
 
 
 def _check_devices(resources: dict[str, float], count: int) -> None:
-    there = ray.cluster_resources()
+    free = ray.cluster_resources()
     for name, needed in resources.items():
-        if needed * count > there.get(name, 0):
+        if needed * count > free.get(name, 0):
             raise ArgumentError(
-                f"{count} replicas of {needed:g} {name} each need {needed * count:g}, Ray has {there.get(name, 0):g}"
+                f"{count} replicas of {needed:g} {name} each need {needed * count:g}, Ray has {free.get(name, 0):g}"
             )

@@ -43,7 +43,7 @@ class PrefixRouter(RequestRouter):
         self.slack: int = kwargs["slack"]
         self.policy: str = kwargs["policy"]
         self.prefixes: RoutedPrefixes[ReplicaID] = RoutedPrefixes()
-        self.own: RequestsInFlight[ReplicaID] = RequestsInFlight()
+        self.in_flight: RequestsInFlight[ReplicaID] = RequestsInFlight()
         self.draw = random.Random()
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
@@ -63,14 +63,14 @@ class PrefixRouter(RequestRouter):
         ]
         reported = self.replica_queue_len_cache
         names = [each.replica_id for each in fit or candidate_replicas]
-        loads = {name: self.own.load(name, reported.get(name)) for name in names}
+        loads = {name: self.in_flight.load(name, reported.get(name)) for name in names}
         if self.policy == "random":
             chosen = self.draw.choice(names)
         else:
             chosen = choose(loads, self.prefixes.matched(route.blocks), self.slack, self.draw)
         if pending_request is not None:
-            self.own.chosen(pending_request.future, chosen)
-            pending_request.future.add_done_callback(self.own.settled)
+            self.in_flight.chosen(pending_request.future, chosen)
+            pending_request.future.add_done_callback(self.in_flight.settled)
         others = [each for each in candidate_replicas if each.replica_id != chosen]
         return [[each for each in candidate_replicas if each.replica_id == chosen], others]
 
@@ -81,11 +81,11 @@ class PrefixRouter(RequestRouter):
     def on_send_request(self, replica_id: ReplicaID) -> None:
         """Count a request that is sent."""
         super().on_send_request(replica_id)
-        self.own.sent(replica_id)
+        self.in_flight.sent(replica_id)
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
         """Count a request that ended."""
-        self.own.ended(replica_id)
+        self.in_flight.ended(replica_id)
 
 
 class RayChannel:
@@ -133,8 +133,8 @@ class HttpChannel(RayChannel):
         if self._session is None:
             timeout, connector = aiohttp.ClientTimeout(total=None), aiohttp.TCPConnector(limit=0)
             self._session = aiohttp.ClientSession(connector=connector, timeout=timeout, auto_decompress=False)
-        kept = [pair for pair in scope["headers"] if pair[0] not in _NOT_SENT]
-        headers = [*((key.decode("latin-1"), value.decode("latin-1")) for key, value in kept), (LEASE_HEADER, lease)]
+        sent = [pair for pair in scope["headers"] if pair[0] not in _NOT_SENT]
+        headers = [*((key.decode("latin-1"), value.decode("latin-1")) for key, value in sent), (LEASE_HEADER, lease)]
         path = scope["path"] + ("?" + query.decode("latin-1") if (query := scope["query_string"]) else "")
         try:
             with as_lost_errors():
@@ -165,14 +165,14 @@ async def _asgi_messages(response: aiohttp.ClientResponse) -> AsyncGenerator[Mes
     headers = [(key, value) for key, value in raw if key not in _NOT_RETURNED]
     yield {"type": "http.response.start", "status": response.status, "headers": headers}
     by_event = response.content_type == "text/event-stream"
-    held = b""
+    unsent = b""
     async for piece in response.content.iter_any():
-        held += piece
-        end = held.rfind(b"\n\n") + 2 if by_event else len(held)
+        unsent += piece
+        end = unsent.rfind(b"\n\n") + 2 if by_event else len(unsent)
         if end > 1:
-            yield {"type": "http.response.body", "body": held[:end], "more_body": True}
-            held = held[end:]
-    yield {"type": "http.response.body", "body": held, "more_body": False}
+            yield {"type": "http.response.body", "body": unsent[:end], "more_body": True}
+            unsent = unsent[end:]
+    yield {"type": "http.response.body", "body": unsent, "more_body": False}
 
 
 @contextlib.contextmanager

@@ -81,11 +81,11 @@ class Replica:
 
     async def lease(self, number: str, *, route: Route) -> AsyncGenerator[str, None]:
         """Yield the address for a request over HTTP, and end when its response has ended."""
-        came, ended = self._leases[number] = asyncio.Event(), asyncio.Event()
+        arrived, ended = self._leases[number] = asyncio.Event(), asyncio.Event()
         try:
             yield self._address
             async with asyncio.timeout(_LEASE_SECONDS):
-                await came.wait()
+                await arrived.wait()
             await ended.wait()
         except TimeoutError:
             log.warning("no request came for a lease")
@@ -94,8 +94,8 @@ class Replica:
 
     async def _leased(self, scope: Scope, receive: Receive, send: Send) -> None:
         number = Headers(scope=scope).get(LEASE_HEADER, "")
-        came, ended = self._leases.get(number) or (asyncio.Event(), asyncio.Event())
-        came.set()
+        arrived, ended = self._leases.get(number) or (asyncio.Event(), asyncio.Event())
+        arrived.set()
         try:
             await self._app(scope, receive, send)
         finally:

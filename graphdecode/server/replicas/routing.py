@@ -16,14 +16,14 @@ R = TypeVar("R", bound=Hashable)
 
 BLOCK_CHARACTERS = 32  # a replica caches whole pages, commonly 16 tokens of 1..4 characters
 MAX_BLOCKS = 256  # per prompt
-KEPT_BLOCKS = 1 << 16  # per replica: 2 million characters, about the size of its cache
+MAX_CACHED_BLOCKS = 1 << 16  # per replica: 2 million characters, about the size of its cache
 
 
 class RoutedPrefixes(Generic[R]):
     """Prefixes of prompts that each replica was sent; the oldest are evicted, as in its cache."""
 
-    def __init__(self, kept_blocks: int = KEPT_BLOCKS) -> None:
-        self._kept_blocks = kept_blocks
+    def __init__(self, max_blocks: int = MAX_CACHED_BLOCKS) -> None:
+        self._max_blocks = max_blocks
         self._holders: dict[int, set[R]] = {}
         self._blocks: dict[R, OrderedDict[int, None]] = {}  # the latest are last
 
@@ -41,13 +41,13 @@ class RoutedPrefixes(Generic[R]):
 
     def add(self, replica: R, blocks: Sequence[int]) -> None:
         """Record that a replica computes a prompt."""
-        kept = self._blocks.setdefault(replica, OrderedDict())
+        cached = self._blocks.setdefault(replica, OrderedDict())
         for block in reversed(blocks):  # so that the end of a prompt is evicted before its beginning
-            kept[block] = None
-            kept.move_to_end(block)
+            cached[block] = None
+            cached.move_to_end(block)
             self._holders.setdefault(block, set()).add(replica)
-        while len(kept) > self._kept_blocks:
-            self._drop(replica, kept.popitem(last=False)[0])
+        while len(cached) > self._max_blocks:
+            self._drop(replica, cached.popitem(last=False)[0])
 
     def keep_only(self, replicas: Sequence[R]) -> None:
         """Forget all other replicas, which have ended."""
