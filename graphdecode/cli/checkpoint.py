@@ -10,7 +10,7 @@ from graphdecode.config import EngineConfig
 from graphdecode.errors import ArgumentError
 
 
-class Checkpoint(NamedTuple):
+class ResolvedModel(NamedTuple):
     """A model that can be loaded."""
 
     path: Path
@@ -20,7 +20,7 @@ class Checkpoint(NamedTuple):
 
 def find_checkpoint(
     model: str, tokenizer: str | None, settings: EngineConfig, max_sequence_length: int | None = None
-) -> Checkpoint:
+) -> ResolvedModel:
     """Resolve and check a model, and load its tokenizer, or another one.
 
     `max_sequence_length` is the option: at most what the model was trained for. Raises `ArgumentError`.
@@ -37,7 +37,7 @@ def find_checkpoint(
             f"got {max_sequence_length}"
         )
     source = path if tokenizer is None else resolve_model_path(tokenizer)
-    return Checkpoint(path, load_tokenizer(source, trust_remote_code=trusted), trained_length)
+    return ResolvedModel(path, load_tokenizer(source, trust_remote_code=trusted), trained_length)
 
 
 def fitted(

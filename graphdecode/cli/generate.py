@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from graphdecode.cli.checkpoint import Checkpoint, find_checkpoint, fitted
+from graphdecode.cli.checkpoint import ResolvedModel, find_checkpoint, fitted
 from graphdecode.cli.options import (
     MODEL_OPTIONS,
     ConfigOption,
@@ -103,7 +103,7 @@ def generate(
         raise typer.Exit(2)
 
 
-def _sized(settings: EngineConfig, checkpoint: Checkpoint, texts: list[str], params: SamplingParams) -> EngineConfig:
+def _sized(settings: EngineConfig, checkpoint: ResolvedModel, texts: list[str], params: SamplingParams) -> EngineConfig:
     most = params.truncate_prompt_tokens
     lengths = [len(checkpoint.tokenizer(text, verbose=False).input_ids) for text in texts]
     if most is not None and most > 0:
