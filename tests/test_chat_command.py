@@ -5,7 +5,6 @@ import json
 import os
 import re
 import select
-import shutil
 import signal
 import subprocess
 import sys
@@ -16,12 +15,12 @@ from types import SimpleNamespace
 
 import pytest
 from command_line import ROOT, run_command
+from demo_copies import demo_copy
 from rich.cells import cell_len
 
 from graphdecode import LLM, SamplingParams, StructuredOutputsParams
 from graphdecode.cli.chat import ChatSession, answer, history_file, make_prompt_session, print_figures
 from graphdecode.cli.terminal import WrappedText, prompt_progress, repeats_at_the_end
-from graphdecode.models import resolve_model_path
 from graphdecode.text import Conversation
 
 LAST = "{{ messages[-1].content }}"
@@ -74,16 +73,13 @@ def test_the_systems_message_comes_first(tmp_path: Path, options: list[str]) -> 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--then", "x"], "--then follows a message"),
-        (["--model", "demo", "hello"], "this model has no chat template: give one as chat_template"),
+        (["--then", "x"], "--then"),
+        (["--model", "demo", "hello"], "chat_template"),
         (["--model", "demo", "--chat-template", "none.jinja", "hello"], "none.jinja"),
-        (["--model", "demo", ""], "there is no message"),
-        (["--model", "demo"], "there is no message"),
+        (["--model", "demo", ""], "message"),
+        (["--model", "demo"], "message"),
         (["--model", "no-such-model", "hello"], "no-such-model"),
-        (
-            ["--temperature", "-1", "--model", "no-such-model", "hello"],
-            "temperature must be a number >= 0 and at most 1e+30, got -1.0",
-        ),
+        (["--temperature", "-1", "--model", "no-such-model", "hello"], "--temperature must be"),
     ],
 )
 def test_an_error_is_one_line_and_exit_code_2(arguments: list[str], message: str) -> None:
@@ -276,13 +272,9 @@ def test_an_answer_that_was_cut_says_by_what(llm, max_tokens, why, capsys):
 @pytest.fixture
 def talkative(tmp_path: Path) -> Path:
     """The demo as a checkpoint that knows no end of sequence, and has room for seconds of answer."""
-    folder = shutil.copytree(resolve_model_path("demo"), tmp_path / "talkative")
-    (folder / "generation_config.json").unlink(missing_ok=True)
-    config = folder / "config.json"
     changes = {"eos_token_id": None, "max_position_embeddings": 65536}
-    config.write_text(json.dumps(json.loads(config.read_text()) | changes))
-    tokenizer = folder / "tokenizer_config.json"
-    tokenizer.write_text(json.dumps(json.loads(tokenizer.read_text()) | {"eos_token": None}))
+    folder = demo_copy(tmp_path / "talkative", config=changes, tokenizer_config={"eos_token": None})
+    (folder / "generation_config.json").unlink()
     return folder
 
 

@@ -57,45 +57,37 @@ def test_what_is_written_is_read_back(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (
-            "[capacity]\nmax_batchsize = 3",
-            r":2: \[capacity\] max_batchsize: unknown key; did you mean 'max_batch_size'",
-        ),
-        ("[capacities]\npage_size = 3", r":1: unknown section or key 'capacities'; did you mean 'capacity'\?"),
-        ("page_size = 3", r":1: unknown section or key 'page_size'"),
-        ("[capacity]\n\npage_size = 0", r":3: \[capacity\] page_size must be an integer in 1\.\.65536, got 0"),
-        ("[capacity]\npage_size = 16.0", r"page_size must be an integer.*got 16\.0"),
-        ("[capacity]\npage_size = true", r"page_size must be an integer.*got True"),
-        ("[capacity]\nmax_batch_size = '8'", r"max_batch_size must be an integer.*got '8'"),
-        ("[capacity]\ntotal_num_pages = 'all'", r"total_num_pages must be 'auto' or an integer.*got 'all'"),
-        ("[capacity]\nmemory_fraction = 1.5", r"memory_fraction must be a number above 0 and at most 1, got 1\.5"),
-        ("[buckets]\nbatch_sizes = []", r"batch_sizes must be 'auto' or a list of at least one integer"),
-        ("[buckets]\nbatch_sizes = [0]", r"batch_sizes must be"),
-        ("[capacity]\nmax_batch_size = 4\n[buckets]\nbatch_sizes = [8]", r":4: batch_sizes must be at most .*4, got"),
-        ("[capture]\nbackend = 'metal'", r"backend must be one of 'auto', 'cuda', 'recorded', 'eager', got 'metal'"),
-        ("[capture]\nwhen = 'later'", r"when must be one of 'startup', 'idle', 'first-use', got 'later'"),
-        ("[loop]\nsteps_per_launch = 0", r"steps_per_launch must be an integer in 1\.\.4096, got 0"),
-        ("[capacity]\npage_size = \n", r"buckets\.toml: .*line 2"),
-        ("[model]\nseed = 1.5", r"buckets\.toml:2: \[model\] seed must be an integer in -2\^63\.\.2\^63-1, got 1\.5"),
-        ("[model]\nseed = true", r"seed must be an integer.*got True"),
-        ("[model]\nprefix_cache = 'no'", r":2: \[model\] prefix_cache must be true or false, got 'no'"),
-        ("[model]\nbatch_invariant = 1", r"batch_invariant must be true or false, got 1"),
-        ("[model]\ndtype = 'int4'", r"dtype must be auto, float32, bfloat16 or float16, got 'int4'"),
-        ("[model]\ndevice = 'tpu'", r"device must be auto, cpu or cuda .*, got 'tpu'"),
-        ("[model]\nquantize = '8 bits'", r"quantize must be None or a weight form's name, got '8 bits'"),
-        ("[model]\nkv_cache_type = 'fp8'", r":2: \[model\] kv_cache_type: unknown key; did you mean 'kv_cache_dtype'"),
-        ("[scheduling]\nmax_prefill_tokens = 0", r"max_prefill_tokens must be 'auto' or an integer in 1\.\..*, got 0"),
-        ("[drafts]\nmethod = 'ngram'", r":1: unknown section or key 'drafts'; known: \[capacity\], .*\[model\]"),
-        ("[speculation]\nmethod = 'luck'", r":2: \[speculation\] method must be one of .*'ngram'.*, got 'luck'"),
-        ("[speculation]\nnum_tokens = 8", r"\[speculation\] num_tokens must be 'auto' or an integer in 1\.\.7, got 8"),
-        ("[speculation]\nngram_min = 6", r":2: ngram_min must be at most ngram_max=5, got 6"),
+        ("[capacity]\nmax_batchsize = 3", ":2: .*max_batchsize: .*'max_batch_size'"),
+        ("[capacities]\npage_size = 3", ":1: .*'capacities'.*'capacity'"),
+        ("page_size = 3", ":1: .*'page_size'"),
+        ("[capacity]\n\npage_size = 0", r":3: \[capacity\] page_size must be .*got 0"),
+        ("[capacity]\npage_size = 16.0", r"page_size must be .*got 16\.0"),
+        ("[capacity]\npage_size = true", "page_size must be .*got True"),
+        ("[capacity]\nmax_batch_size = '8'", "max_batch_size must be .*got '8'"),
+        ("[capacity]\ntotal_num_pages = 'all'", "total_num_pages must be .*got 'all'"),
+        ("[capacity]\nmemory_fraction = 1.5", r"memory_fraction must be .*got 1\.5"),
+        ("[buckets]\nbatch_sizes = []", "batch_sizes must be"),
+        ("[buckets]\nbatch_sizes = [0]", "batch_sizes must be"),
+        ("[capacity]\nmax_batch_size = 4\n[buckets]\nbatch_sizes = [8]", r":4: batch_sizes must be .*got \[8\]"),
+        ("[capture]\nbackend = 'metal'", "backend must be .*got 'metal'"),
+        ("[loop]\nsteps_per_launch = 0", "steps_per_launch must be .*got 0"),
+        ("[capacity]\npage_size = \n", "line 2"),
+        ("[model]\nseed = 1.5", r":2: \[model\] seed must be .*got 1\.5"),
+        ("[model]\nprefix_cache = 'no'", r":2: \[model\] prefix_cache must be .*got 'no'"),
+        ("[model]\nbatch_invariant = 1", "batch_invariant must be .*got 1"),
+        ("[model]\ndtype = 'int4'", "dtype must be .*got 'int4'"),
+        ("[model]\ndevice = 'tpu'", "device must be .*got 'tpu'"),
+        ("[model]\nquantize = '8 bits'", "quantize must be .*got '8 bits'"),
+        ("[scheduling]\nmax_prefill_tokens = 0", "max_prefill_tokens must be .*got 0"),
+        ("[speculation]\nmethod = 'luck'", r":2: \[speculation\] method must be .*got 'luck'"),
+        ("[speculation]\nnum_tokens = 8", "num_tokens must be .*got 8"),
+        ("[speculation]\nngram_min = 6", ":2: ngram_min must be .*ngram_max=5, got 6"),
     ],
 )
 def test_errors_name_file_key_and_value(tmp_path: Path, text: str, message: str) -> None:
     for config in (EngineConfig, BucketConfig):
-        with pytest.raises(ConfigError, match=message) as caught:
+        with pytest.raises(ConfigError, match=f"buckets.toml.*{message}"):
             config.load(write(tmp_path, text))
-        assert "buckets.toml" in str(caught.value)
 
 
 def test_a_missing_file_and_a_value_given_in_python_are_one_clear_error(tmp_path: Path) -> None:
@@ -170,16 +162,12 @@ def test_keywords_override_what_they_are_given_with(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("keywords", "message"),
     [
-        ({"seed": 1.5}, "seed must be an integer in .*, got 1.5"),
-        ({"seed": True}, "seed must be an integer in .*, got True"),
-        ({"seed": 2**63}, "seed must be an integer in .*, got 9223372036854775808"),
-        ({"prefix_cache": "no"}, "prefix_cache must be true or false, got 'no'"),
-        ({"batch_invariant": None}, "batch_invariant must be true or false, got None"),
-        ({"dtype": None}, "dtype must be auto, .*, got None"),
-        ({"dtype": torch.int8}, "dtype must be auto, .*, got 'int8'"),
-        ({"device": torch.device("meta")}, "device must be auto, .*, got 'meta'"),
-        ({"quantize": 8}, "quantize must be None or a weight form's name, got 8"),
-        ({"max_prefill_tokens": "many"}, "max_prefill_tokens must be 'auto' or an integer.*, got 'many'"),
+        ({"seed": 2**63}, "^seed .*got 9223372036854775808"),
+        ({"batch_invariant": None}, "^batch_invariant .*got None"),
+        ({"dtype": torch.int8}, "^dtype .*got 'int8'"),
+        ({"device": torch.device("meta")}, "^device .*got 'meta'"),
+        ({"quantize": 8}, "^quantize .*got 8"),
+        ({"max_prefill_tokens": "many"}, "^max_prefill_tokens .*got 'many'"),
     ],
 )
 def test_keywords_are_checked_like_a_file(keywords: dict, message: str) -> None:
@@ -200,14 +188,11 @@ def test_numbers_of_numpy_and_fractions_become_pythons(tmp_path: Path) -> None:
 
 
 def test_a_keyword_that_does_not_exist_and_a_config_that_is_none_are_named() -> None:
-    with pytest.raises(
-        TypeError,
-        match="unexpected keyword argument 'prefixcache'; did you mean 'prefix_cache'[?]; known: .*prefix_cache",
-    ):
+    with pytest.raises(TypeError, match="'prefixcache'.*'prefix_cache'"):
         EngineConfig.of(None, prefixcache=True)  # type: ignore[call-arg]
-    with pytest.raises(ArgumentError, match=r"config must be an EngineConfig, .*, got 3"):
+    with pytest.raises(ArgumentError, match="^config must be .*got 3"):
         EngineConfig.of(3)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="buckets must be a BucketConfig, got 3"):
+    with pytest.raises(ConfigError, match="^buckets must be .*got 3"):
         EngineConfig(buckets=3)  # type: ignore[arg-type]
 
 

@@ -5,23 +5,20 @@ import socket
 import subprocess
 import sys
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from preprocessors import READY
 from served import until
 
 from graphdecode import SamplingParams, child
 from graphdecode.config import EngineConfig
-from graphdecode.engine import Event, Request, RequestMetrics
+from graphdecode.engine import EngineStats, Event, Request, RequestMetrics
 from graphdecode.engine.adapters import AdapterStats
-from graphdecode.engine.capacity import Capacity
 from graphdecode.engine.constraint import ConstraintError
-from graphdecode.engine.request import RequestRules
 from graphdecode.errors import AnswerError
-from graphdecode.kernels.sampling.sampling_slots import SamplingCapacity
 from graphdecode.models import resolve_model_path
 from graphdecode.server.engine_client import MAX_GRAMMAR_BYTES, EngineClient, HeartbeatTimeouts
 from graphdecode.server.engine_process import EngineProcess
@@ -29,7 +26,6 @@ from graphdecode.server.messages import (
     Add,
     AddGrammar,
     DropGrammar,
-    EngineReady,
     EngineSetup,
     EngineStatus,
     Finish,
@@ -40,7 +36,6 @@ from graphdecode.server.messages import (
 )
 
 HANG_SECONDS = 60
-RULES = RequestRules(258, (257,), Capacity(256, 16, 64, 1, 16, 256), 16, SamplingCapacity())
 
 
 class Idle:
@@ -53,22 +48,7 @@ class Idle:
     scheduler = SimpleNamespace(num_deferred=0)
 
     def __init__(self) -> None:
-        zero = dict.fromkeys(
-            (
-                "prefilled_tokens",
-                "spec_decode_num_drafts",
-                "spec_decode_num_draft_tokens",
-                "spec_decode_num_accepted_tokens",
-            ),
-            0,
-        )
-        lists: dict[str, Any] = {
-            "step_seconds": [],
-            "launch_seconds": [],
-            "step_tokens": [],
-            "spec_decode_num_accepted_tokens_per_pos": [],
-        }
-        self.stats = SimpleNamespace(bucket_steps=Counter[int](), batch_sizes=Counter[int](), **zero, **lists)
+        self.stats = EngineStats()
         self.added: list[tuple[str | None, Any]] = []
 
     def add(self, request: Request, constraint: Any) -> int:
@@ -213,7 +193,7 @@ def test_an_engine_that_stands_still_is_noticed_in_less_than_two_silences(monkey
         await sleep(0)
 
     async def main() -> None:
-        scripted = Scripted(monkeypatch, Heartbeat(), EngineReady(RULES, 0, (1,), 0.0))
+        scripted = Scripted(monkeypatch, Heartbeat(), READY)
         client = client_of(HeartbeatTimeouts(HANG_SECONDS, HANG_SECONDS, 4.0))
         monkeypatch.setattr(asyncio, "sleep", counted)
         await client.start()
@@ -230,7 +210,7 @@ def test_an_engine_that_stands_still_is_noticed_in_less_than_two_silences(monkey
 
 def test_others_have_their_turn_between_the_events_of_many_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
-        scripted = Scripted(monkeypatch, EngineReady(RULES, 0, (1,), 0.0))
+        scripted = Scripted(monkeypatch, READY)
         taken, turns = list[int](), list[int]()
         client = client_of(HeartbeatTimeouts(), lambda events: taken.extend(event.request_id for event in events))
         await client.start()
@@ -253,7 +233,7 @@ def test_a_form_that_takes_more_than_all_may_is_kept_for_a_moment_alone(monkeypa
     monkeypatch.setattr(asyncio.BaseEventLoop, "call_later", lambda loop, _, call, *given: loop.call_soon(call, *given))
 
     async def main() -> None:
-        scripted = Scripted(monkeypatch, EngineReady(RULES, 0, (1,), 0.0))
+        scripted = Scripted(monkeypatch, READY)
         client = client_of(HeartbeatTimeouts())
         await client.start()
         for nbytes in (MAX_GRAMMAR_BYTES, MAX_GRAMMAR_BYTES + 1):

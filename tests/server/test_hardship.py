@@ -9,7 +9,6 @@ import os
 import random
 import shutil
 import signal
-import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +16,7 @@ from pathlib import Path
 import httpx2 as httpx
 import pytest
 from mutated_requests import mutated_request
-from served import AT_LENGTH, Served, serving, until
+from served import AT_LENGTH, Served, children_of, serving, until
 
 from graphdecode import LLM, SamplingParams
 from graphdecode.models import resolve_model_path
@@ -192,6 +191,8 @@ def test_whenever_the_engine_is_killed_everybody_gets_an_error_or_an_answer(serv
             os.kill(served.engine_pid, signal.SIGKILL)
         until_healthy(served)
     served.until_idle()
+    assert served.metric("graphdecode:recaptures_total") >= 1
+    assert not any("12+30" in line for line in served.lines)  # prompts are not logged by default
 
 
 def test_an_engine_that_cannot_start_waits_longer_each_time_until_it_can(served: Served, model: Path) -> None:
@@ -216,9 +217,8 @@ OPTIONS = ("--tensor-parallel", "2", "--max-batch-size", "2", "--max-sequence-le
 
 def children(pid: int) -> list[int]:
     """Return the processes that a process has started, and those that these have."""
-    found = subprocess.run(["ps", "--ppid", str(pid), "-o", "pid="], capture_output=True, text=True, check=False)
-    own = [int(each) for each in found.stdout.split()]
-    return own + [each for child in own for each in children(child)]
+    started = [each for each, _ in children_of(pid)]
+    return started + [each for child in started for each in children(child)]
 
 
 def until_ended(pids: list[int]) -> None:

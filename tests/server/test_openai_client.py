@@ -162,11 +162,6 @@ def test_chats_go_through_the_template(client: openai.OpenAI) -> None:
     assert pieces[-1].choices[0].finish_reason == "stop"
 
 
-def test_a_chat_without_a_template_is_refused(client: openai.OpenAI) -> None:
-    with pytest.raises(openai.BadRequestError, match="chat template"):
-        client.chat.completions.create(model="demo", messages=[{"role": "user", "content": "hi"}])
-
-
 @pytest.mark.parametrize(
     ("asked", "param"),
     [

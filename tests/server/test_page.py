@@ -9,9 +9,8 @@ from typing import Any
 
 import httpx2 as httpx
 import pytest
+from demo_copies import demo_copy
 from served import Served, serving
-
-from graphdecode.models import resolve_model_path
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 PICTURES = os.environ.get("GRAPHDECODE_PICTURES")  # a folder for what the browser shows, to be looked at
@@ -24,9 +23,7 @@ pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium")
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """The demo with room for seconds of answer."""
-    folder = shutil.copytree(resolve_model_path("demo"), tmp_path_factory.mktemp("roomy") / "demo")
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 65536}))
+    folder = demo_copy(tmp_path_factory.mktemp("roomy") / "demo", config={"max_position_embeddings": 65536})
     options = ("--api-key", KEY, "--max-batch-size", "4", "--max-sequence-length", "32768")
     with serving(*options, model=str(folder)) as server:
         yield server

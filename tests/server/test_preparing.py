@@ -7,22 +7,17 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from preprocessors import RULES, demo_preprocessor, demo_tokenizer
 
 from graphdecode import SamplingParams
 from graphdecode.config import ServerConfig
-from graphdecode.engine.capacity import Capacity
-from graphdecode.engine.request import ContextLengthError, RequestRules
+from graphdecode.engine.request import ContextLengthError
 from graphdecode.errors import AnswerError, ArgumentError, GraphdecodeError
-from graphdecode.kernels.sampling.sampling_slots import SamplingCapacity
-from graphdecode.models import resolve_model_path
 from graphdecode.server.completions import GENERATING
 from graphdecode.server.http import HttpError, as_http_error
-from graphdecode.server.messages import EngineReady
 from graphdecode.server.preprocessing import Preprocessor
 from graphdecode.text.input_processor import InputProcessor
-from graphdecode.text.tokenizer import load_tokenizer
 
-RULES = RequestRules(258, (257,), Capacity(256, 16, 64, 1, 16, 256), 16, SamplingCapacity())
 COMPLETIONS = GENERATING["/v1/completions"]
 
 
@@ -43,10 +38,7 @@ class Counting:
 
 @pytest.fixture(scope="module")
 def preprocessor() -> Preprocessor:
-    tokenizer = Counting(load_tokenizer(resolve_model_path("demo")))
-    return Preprocessor(
-        "demo", tokenizer, ServerConfig(), SamplingParams(), EngineReady(RULES, 0, (), None), max_open=300
-    )
+    return demo_preprocessor(Counting(demo_tokenizer()))
 
 
 def prepared(preprocessor: Preprocessor, *, in_child: bool = True, **fields: Any) -> Any:
@@ -142,12 +134,6 @@ def test_names_of_fields_that_are_ignored_are_cut_and_escaped_for_the_log(prepro
     assert all(name.isascii() and name.isprintable() for name in names)
 
 
-def test_a_prompt_that_is_too_long_is_told_so(preprocessor: Preprocessor) -> None:
-    with pytest.raises(HttpError) as refused:
-        prepared(preprocessor, prompt="a" * 300)
-    assert (refused.value.status, refused.value.code) == (400, "context_length_exceeded")
-
-
 @pytest.mark.parametrize(
     ("path", "field"), [("completions", "max_tokens"), ("chat/completions", "max_completion_tokens")]
 )
@@ -183,7 +169,7 @@ def test_the_longest_of_several_prompts_counts_as_it_is_truncated_and_16_tokens_
 
 
 def test_words_and_tokens_that_are_named_again_count_once() -> None:
-    input_processor = InputProcessor(RULES, 0, load_tokenizer(resolve_model_path("demo")))  # type: ignore[arg-type]
+    input_processor = InputProcessor(RULES, 0, demo_tokenizer())
     rng = random.Random(1)
     words = ["".join(rng.choices("ab 1=", k=rng.randrange(1, 6))) + "x" for _ in range(40)]
     alone = [
@@ -199,6 +185,6 @@ def test_words_and_tokens_that_are_named_again_count_once() -> None:
 
 
 def test_a_tokenizer_that_fails_at_a_word_is_the_askers_fault() -> None:
-    input_processor = InputProcessor(RULES, 0, load_tokenizer(resolve_model_path("demo")))  # type: ignore[arg-type]
+    input_processor = InputProcessor(RULES, 0, demo_tokenizer())
     with pytest.raises(ArgumentError, match="bad_words"):
         input_processor.tokenized_params(SamplingParams(bad_words=["\ud800"]))

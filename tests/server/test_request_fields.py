@@ -5,26 +5,18 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from preprocessors import demo_preprocessor, demo_tokenizer
 from tokenizers.processors import TemplateProcessing
 
-from graphdecode import SamplingParams
-from graphdecode.config import ServerConfig
-from graphdecode.engine.capacity import Capacity
-from graphdecode.engine.request import RequestRules
-from graphdecode.kernels.sampling.sampling_slots import SamplingCapacity
-from graphdecode.models import resolve_model_path
 from graphdecode.server.app import prepared_text, prepared_tokens
 from graphdecode.server.completions import GENERATING, Endpoint
 from graphdecode.server.http import HttpError
-from graphdecode.server.messages import EngineReady
 from graphdecode.server.preprocessing import Preprocessor
 from graphdecode.server.protocol import Detokenize, LoadAdapter, Tokenize, UnloadAdapter
 from graphdecode.server.request_fields import unsupported_fields
-from graphdecode.text.tokenizer import load_tokenizer
 
 # server and version -> path -> its fields, read from its sources
 PINNED: dict[str, dict[str, str]] = json.loads(Path(__file__).with_name("request_fields.json").read_text())
-RULES = RequestRules(258, (257,), Capacity(1024, 64, 256, 1, 16, 1024), 16, SamplingCapacity())
 TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 TEMPLATE += "{% if tools %}{{ tools }}{% endif %}{{ documents }}{{ reasoning_effort }}"
 TEMPLATE += "{{ enable_thinking }}{{ word }}{% if add_generation_prompt %}={% endif %}"
@@ -139,10 +131,10 @@ LATER = {"stream", "stream_options", "request_id", "return_token_ids", "return_t
 
 @pytest.fixture(scope="module")
 def preprocessor() -> Preprocessor:
-    tokenizer, config = load_tokenizer(resolve_model_path("demo")), ServerConfig(trust_request_chat_template=True)
+    tokenizer = demo_tokenizer()
     begins = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 256)])
     tokenizer.backend_tokenizer.post_processor = begins
-    return Preprocessor("demo", tokenizer, config, SamplingParams(), EngineReady(RULES, 0, (), None), max_open=300)
+    return demo_preprocessor(tokenizer, tokens=1024, trust_request_chat_template=True)
 
 
 def prepared(preprocessor: Preprocessor, path: str, body: dict[str, Any]) -> Any:

@@ -10,19 +10,12 @@ from typing import Any
 import httpx2 as httpx
 import pytest
 from command_line import run_command
+from preprocessors import demo_preprocessor, demo_tokenizer
 from served import Served, serving
 
-from graphdecode import SamplingParams
-from graphdecode.config import ServerConfig
-from graphdecode.engine.capacity import Capacity
-from graphdecode.engine.request import RequestRules
 from graphdecode.errors import ArgumentError
-from graphdecode.kernels.sampling.sampling_slots import SamplingCapacity
-from graphdecode.models import resolve_model_path
 from graphdecode.models.model_path import installable
 from graphdecode.server.completions import prepared_chat
-from graphdecode.server.messages import EngineReady
-from graphdecode.server.preprocessing import Preprocessor
 from graphdecode.server.protocol import ChatCompletion
 from graphdecode.server.reply import Prepared
 from graphdecode.server.structured_outputs import structured_output_of_calls
@@ -35,7 +28,6 @@ from graphdecode.server.tool_calls import (
     format_of,
     messages_with_tools,
 )
-from graphdecode.text.tokenizer import load_tokenizer
 
 HERMES, MISTRAL, GRANITE, LLAMA = FORMATS
 NAMES = frozenset({"add", "look_up"})
@@ -355,11 +347,8 @@ def test_earlier_calls_are_in_words_where_no_tools_are_offered(served: Served) -
 
 
 def test_of_several_templates_the_one_for_tools_says_how_calls_are_written() -> None:
-    tokenizer = load_tokenizer(resolve_model_path("demo"))
-    rules = RequestRules(512, (0,), Capacity(2048, 128, 512, 1, 16, 2048), 16, SamplingCapacity())
-    preprocessor = Preprocessor(
-        "demo", tokenizer, ServerConfig(), SamplingParams(), EngineReady(rules, 0, (), None), max_open=1
-    )
+    tokenizer = demo_tokenizer()
+    preprocessor = demo_preprocessor(tokenizer, tokens=2048)
 
     def prepared(**fields: Any) -> Prepared:
         return prepared_chat(preprocessor, ChatCompletion(messages=ASKED, **fields))

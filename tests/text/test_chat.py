@@ -1,13 +1,12 @@
 """Conversations through a chat template: the prompt is transformers', the answer ends with the turn."""
 
 import asyncio
-import json
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from demo_copies import demo_copy
 
 from graphdecode import LLM, AsyncLLM, GraphdecodeError, SamplingParams
 from graphdecode.models import resolve_model_path
@@ -50,7 +49,7 @@ def test_the_last_message_can_be_gone_on_with(tokenizer: Any) -> None:
     turns = [TURNS[1], {"role": "assistant", "content": "The answer is"}]
     options = {"chat_template": TEMPLATE, "add_generation_prompt": False, "continue_final_message": True}
     assert render_chat(tokenizer, turns, **options).text.endswith("[assistant]The answer is")
-    with pytest.raises(GraphdecodeError, match="set add_generation_prompt=False"):
+    with pytest.raises(GraphdecodeError, match="add_generation_prompt"):
         render_chat(tokenizer, turns, chat_template=TEMPLATE, continue_final_message=True)
 
 
@@ -82,20 +81,17 @@ def test_tools_and_variables_reach_the_template(tokenizer: Any) -> None:
 @pytest.mark.parametrize(
     ("messages", "complaint"),
     [
-        ("hello", "a conversation is a list of messages"),
+        ("hello", "got 'hello'"),
         ([], "got an empty list"),
         (["hello"], "got 'hello'"),
-        ([{"content": "a"}], r"messages\[0\] must have a `role`"),
-        ([TURNS[0], {"role": "user"}], r"messages\[1\] of the role 'user' has no `content`"),
-        ([{"role": "user", "content": 3}], r"messages\[0\].content must be a text or a list of parts, got 3"),
-        ([{"role": "user", "content": None}], r"messages\[0\].content must be a text"),
-        (
-            [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}],
-            r"content\[0\] must be .* got a part of the type 'image_url'",
-        ),
-        ([{"role": "user", "content": [{"type": "text"}]}], r"content\[0\] must be"),
-        ([{"role": "user", "content": "\ud83d"}], "not valid text"),
-        ([TURNS[0], 7], r"messages\[1\] must be a dict"),
+        ([{"content": "a"}], r"messages\[0\] .*`role`"),
+        ([TURNS[0], {"role": "user"}], r"messages\[1\] .*`content`"),
+        ([{"role": "user", "content": 3}], r"messages\[0\].content .*got 3"),
+        ([{"role": "user", "content": None}], r"messages\[0\].content "),
+        ([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], r"content\[0\] .*'image_url'"),
+        ([{"role": "user", "content": [{"type": "text"}]}], r"content\[0\] "),
+        ([{"role": "user", "content": "\ud83d"}], "a message "),
+        ([TURNS[0], 7], r"messages\[1\] .*got 7"),
         ([[TURNS[0]], TURNS[0]], "got {"),
     ],
 )
@@ -108,7 +104,7 @@ def test_a_role_is_taken_if_the_template_shows_its_message(tokenizer: Any) -> No
     turns = [TURNS[1], {"role": "critic", "content": "Too long."}]
     assert "[critic]Too long." in render_chat(tokenizer, turns, chat_template=TEMPLATE).text
     users = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
-    with pytest.raises(GraphdecodeError, match=r"messages\[1\].role must be one of system, .*, got 'critic'"):
+    with pytest.raises(GraphdecodeError, match=r"messages\[1\].role .*'critic'"):
         render_chat(tokenizer, turns, chat_template=users)
 
 
@@ -125,13 +121,13 @@ def test_variables_of_a_template_are_none_of_the_arguments(tokenizer: Any, name:
 
 
 def test_what_a_template_refuses_is_an_error_in_its_words(tokenizer: Any) -> None:
-    for template, words in (("{{ raise_exception('roles must alternate') }}", "roles must alternate"), ("{% if", "")):
-        with pytest.raises(GraphdecodeError, match=f"the chat template refuses this conversation: .*{words}"):
+    for template, words in (("{{ raise_exception('roles must alternate') }}", "roles must alternate"), ("{% if", "template")):
+        with pytest.raises(GraphdecodeError, match=words):
             render_chat(tokenizer, TURNS, chat_template=template)
 
 
 def test_a_model_without_a_template_says_what_to_give(llm: LLM, tmp_path: Path) -> None:
-    with pytest.raises(GraphdecodeError, match="no chat template.*--chat-template FILE"):
+    with pytest.raises(GraphdecodeError, match="chat_template"):
         llm.chat(TURNS)
     (tmp_path / "last.jinja").write_text(LAST)
     assert llm.chat(TURNS, GREEDY, chat_template=tmp_path / "last.jinja")[0].outputs[0].text == "42"
@@ -151,16 +147,8 @@ def test_several_conversations_are_answered_side_by_side_each_with_its_parameter
 @pytest.fixture
 def unaware(tmp_path: Path) -> Path:
     """The demo as a checkpoint that calls another token its end of sequence than the one that ends its answers."""
-    folder = shutil.copytree(resolve_model_path("demo"), tmp_path / "model")
-    for name, changes in (
-        ("config.json", {"eos_token_id": 256}),
-        ("generation_config.json", {"eos_token_id": 256}),
-        ("tokenizer_config.json", {"split_special_tokens": False}),
-    ):
-        file = folder / name
-        stated = json.loads(file.read_text()) if file.exists() else {}
-        file.write_text(json.dumps(stated | changes))
-    return folder
+    eos, special = {"eos_token_id": 256}, {"split_special_tokens": False}
+    return demo_copy(tmp_path / "model", config=eos, generation_config=eos, tokenizer_config=special)
 
 
 def test_an_answer_ends_where_the_template_ends_a_turn(unaware: Path) -> None:
@@ -250,7 +238,7 @@ def test_what_outgrows_the_room_loses_its_oldest_turns_and_never_the_systems_mes
 def test_a_message_that_is_too_long_by_itself_leaves_the_conversation_as_it_was(conversation: Conversation) -> None:
     list(conversation.say("1+1="))
     said = list(conversation.messages)
-    with pytest.raises(GraphdecodeError, match=f"the message takes 501 tokens, and there is room for {LIMIT}"):
+    with pytest.raises(GraphdecodeError, match=f"501 tokens.* {LIMIT}"):
         list(conversation.say("x" * 500))
     assert conversation.messages == said
     assert conversation.num_forgotten == 0

@@ -1,17 +1,15 @@
 """Which tokens end an output: those of the configurations, else the tokenizer's."""
 
-import json
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from demo_copies import demo_copy
 from served import serving
 from transformers import AutoTokenizer
 
 from graphdecode import LLM, SamplingParams
-from graphdecode.models import resolve_model_path
 
 END = 257
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
@@ -19,14 +17,8 @@ SIZES: dict[str, Any] = {"max_batch_size": 1, "max_sequence_length": 32, "dtype"
 
 
 def folder_with(folder: Path, *, eos: Any = None, **generation: Any) -> Path:
-    """Write the demo with another `eos_token_id` in config.json; "missing": without one."""
-    shutil.copytree(resolve_model_path("demo"), folder)
-    for name, changes in (("config.json", {"eos_token_id": eos}), ("generation_config.json", generation)):
-        settings = json.loads((folder / name).read_text())
-        settings.pop("eos_token_id")
-        settings |= {key: value for key, value in changes.items() if value != "missing"}
-        (folder / name).write_text(json.dumps(settings))
-    return folder
+    """Write the demo with another `eos_token_id` in config.json, and in generation_config.json or without one there."""
+    return demo_copy(folder, config={"eos_token_id": eos}, generation_config={"eos_token_id": "missing", **generation})
 
 
 def answer_of(llm: LLM, params: SamplingParams = GREEDY) -> tuple[list[int], str | None]:

@@ -1,13 +1,12 @@
 """A folder's tokenizer is the one that transformers would choose, though less of transformers is imported for it."""
 
-import json
 import pickle
-import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 from command_line import run_python
+from demo_copies import demo_copy
 from jinja2 import TemplateError
 from transformers import AutoTokenizer
 
@@ -22,17 +21,14 @@ CHANGES = [
     {"tokenizer_class": "PreTrainedTokenizerFast"},
     {"tokenizer_class": "LlamaTokenizerFast"},
     {"tokenizer_class": "Qwen2Tokenizer"},
-    {"tokenizer_class": None},
+    {"tokenizer_class": "missing"},
 ]
 
 
-@pytest.mark.parametrize("model_type", ["llama", "qwen2", "mistral", None])
+@pytest.mark.parametrize("model_type", ["llama", "qwen2", "mistral", "missing"])
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: str(change.get("tokenizer_class", "as it is")))
-def test_it_is_the_one_that_transformers_chooses(tmp_path: Path, change: dict, model_type: str | None) -> None:
-    folder = Path(shutil.copytree(resolve_model_path("demo"), tmp_path / "model"))
-    for name, changes in (("tokenizer_config.json", change), ("config.json", {"model_type": model_type})):
-        settings = json.loads((folder / name).read_text()) | changes
-        (folder / name).write_text(json.dumps({key: value for key, value in settings.items() if value is not None}))
+def test_it_is_the_one_that_transformers_chooses(tmp_path: Path, change: dict, model_type: str) -> None:
+    folder = demo_copy(tmp_path / "model", tokenizer_config=change, config={"model_type": model_type})
     ours, theirs = load_tokenizer(folder), AutoTokenizer.from_pretrained(folder)
     chosen = ours.full if isinstance(ours, LightTokenizer) else ours
     assert type(chosen) is type(theirs)
@@ -50,12 +46,6 @@ def test_it_costs_no_import_of_models() -> None:
     assert run_python(script) == "False\n"
 
 
-def changed(folder: Path, **changes: object) -> Path:
-    settings = json.loads((folder / "tokenizer_config.json").read_text()) | changes
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    return folder
-
-
 @pytest.mark.parametrize(
     ("changes", "is_light"),
     [
@@ -68,7 +58,7 @@ def changed(folder: Path, **changes: object) -> Path:
     ],
 )
 def test_what_asks_for_more_than_its_json_says_is_left_to_transformers(tmp_path, changes, is_light):
-    folder = changed(Path(shutil.copytree(resolve_model_path("demo"), tmp_path / "model")), **changes)
+    folder = demo_copy(tmp_path / "model", tokenizer_config=changes)
     ours, theirs = load_tokenizer(folder), AutoTokenizer.from_pretrained(folder)
     assert isinstance(ours, LightTokenizer) is is_light
     for text in (TEXT, " rev , oceanic ."):
