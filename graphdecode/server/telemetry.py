@@ -177,11 +177,18 @@ class Metrics(Collector):
         """Yield the metrics of the engine's latest status."""
         status, stats, adapters = self.engine_status, self.engine_status.stats, self.engine_status.adapters
         usage, restarts = status.used_pages / max(status.total_pages, 1), self.client.restarts
-        gauges = (
+        waiting = {"capacity": status.waiting - status.deferred, "deferred": status.deferred}
+        accepted = dict(enumerate(stats.spec_decode_num_accepted_tokens_per_pos))
+        gauges: tuple[tuple[str, str, Any], ...] = (
             ("vllm:num_requests_running", "Requests that have a row.", status.running),
             ("vllm:num_requests_waiting", "Requests that wait for a row.", status.waiting),
             ("vllm:kv_cache_usage_perc", "Share of the pages in use.", usage),
             ("graphdecode:padding_share", "Share of the computed rows that were padding.", stats.padding_share),
+            (
+                "vllm:num_requests_waiting_by_reason",
+                "Requests that wait, for a row and pages (capacity) or a slot for their adapter (deferred).",
+                ("reason", waiting),
+            ),
         )
         counts = (
             ("vllm:num_preemptions", "Preemptions of rows.", status.preemptions),
@@ -189,32 +196,19 @@ class Metrics(Collector):
             ("graphdecode:adapter_writes", "Adapters loaded into a slot.", adapters.writes),
             ("graphdecode:adapter_evictions", "Adapters evicted from a slot.", adapters.evictions),
             *((f"vllm:{name}", text, getattr(stats, name)) for name, text in _DRAFT_COUNTERS.items()),
+            ("graphdecode:bucket_replays", "Steps of a bucket.", ("bucket", dict(sorted(stats.bucket_steps.items())))),
+            ("vllm:spec_decode_num_accepted_tokens_per_pos", "Accepted drafts, by position.", ("position", accepted)),
+            ("graphdecode:adapter_requests", "Requests by adapter.", ("lora_name", adapters.requests)),
         )
         for kind, families in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counts)):
-            for name, text, value in families:
-                family = kind(name, text, labels=["model_name"])
-                family.add_metric([self._label], value)
+            for name, text, value in families:  # a number, or a label and the number for each of its values
+                label, values = value if isinstance(value, tuple) else (None, {None: value})
+                family = kind(name, text, labels=["model_name", *filter(None, [label])])
+                for which, number in values.items():
+                    family.add_metric([self._label, *([] if label is None else [str(which)])], number)
                 yield family
-        by_reason = GaugeMetricFamily(
-            "vllm:num_requests_waiting_by_reason",
-            "Requests that wait, for a row and pages (capacity) or a slot for their adapter (deferred).",
-            labels=["model_name", "reason"],
-        )
-        by_reason.add_metric([self._label, "capacity"], status.waiting - status.deferred)
-        by_reason.add_metric([self._label, "deferred"], status.deferred)
-        yield by_reason
         if self.client.ready is not None:
             yield self._cache_info()
-        steps, accepted = sorted(stats.bucket_steps.items()), enumerate(stats.spec_decode_num_accepted_tokens_per_pos)
-        for name, text, label, values in (
-            ("graphdecode:bucket_replays", "Steps of a bucket.", "bucket", steps),
-            ("vllm:spec_decode_num_accepted_tokens_per_pos", "Accepted drafts, by position.", "position", accepted),
-            ("graphdecode:adapter_requests", "Requests by adapter.", "lora_name", adapters.requests.items()),
-        ):
-            by_label = CounterMetricFamily(name, text, None, ["model_name", label])
-            for which, count in values:
-                by_label.add_metric([self._label, str(which)], count)
-            yield by_label
 
     def _cache_info(self) -> Metric:
         """Return the settings of the cache, with vLLM's names."""

@@ -137,13 +137,12 @@ class _Walk:
             allowed = np.flatnonzero(np.unpackbits(np.frombuffer(mask, dtype=np.uint8), bitorder="little"))
             if self._is_forced[state] and len(allowed) == 1:
                 targets, tokens = targets[tokens == allowed], tokens[tokens == allowed]
-            expected = np.union1d(tokens, self.eos_token_ids) if self._accepts[state] else tokens
-            if not np.array_equal(allowed, expected):
+            if not np.array_equal(allowed, np.union1d(tokens, self.eos_token_ids) if self._accepts[state] else tokens):
                 raise UnknownPatternError("the library allows other tokens")
         self._masks.append(mask)
         self._leading.append((tokens, targets))
-        reached = np.flatnonzero(np.bincount(targets, minlength=len(self._by_byte)))
-        return [(int(target), int(tokens[np.argmax(targets == target)])) for target in reached]
+        reached, first = np.unique(targets, return_index=True)
+        return list(zip(reached.tolist(), tokens[first].tolist(), strict=True))
 
     def automaton(self, vocab_size: int, never: Sequence[int]) -> TokenAutomaton:
         """Return the automaton without the tokens `never`, which end a text, but not the model's outputs."""
