@@ -153,19 +153,8 @@ def _until_asked(prober: SpawnProcess, worst: "Synchronized[float]") -> None:
 
 @contextlib.contextmanager
 def serving(*options: str, model: str = "demo", environment: dict[str, str] | None = None) -> Iterator[Served]:
-    command = [
-        sys.executable,
-        "-m",
-        "graphdecode",
-        "serve",
-        "--model",
-        model,
-        "--port",
-        "0",
-        "--device",
-        "cpu",
-        *options,
-    ]
+    fixed = ["--model", model, "--port", "0", "--device", "cpu"]
+    command = [sys.executable, "-m", "graphdecode", "serve", *fixed, *options]
     inherited = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     process = subprocess.Popen(
         command,

@@ -338,45 +338,23 @@ def test_every_family_writes_calls_as_it_has_learnt_to_and_they_are_read_back(fo
     assert [json.loads(found.arguments) for found in calls] == [{"unit": "C", "degrees": 40}]
 
 
+UNENFORCED = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"not": {}}}}
+ARRAY, JSON_OBJECT = {"type": "array"}, {"type": "json_object"}
 BAD: list[tuple[dict[str, Any], str, str]] = [
-    ({"response_format": {"type": "yaml"}}, "response_format", "type must be text, json_object or json_schema"),
-    ({"response_format": {"type": ["text"]}}, "response_format", "type must be text, json_object or json_schema"),
-    ({"response_format": {"type": "json_schema"}}, "response_format", "json_schema must have a schema"),
-    (
-        {"response_format": {"type": "json_object", "json_schema": {"name": "x", "schema": {"type": "array"}}}},
-        "response_format",
-        "'json_schema' has no effect with the type json_object",
-    ),
-    (
-        {"response_format": {"type": "text", "schema": {"type": "array"}}},
-        "response_format",
-        "'schema' has no effect with the type text",
-    ),
-    (
-        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"not": {}}}}},
-        "response_format",
-        'response_format: json_schema cannot be kept: keywords that are not supported: ["not"]',
-    ),
-    ({"structured_outputs": {"regex": "("}}, "structured_outputs", "unclosed group"),
-    ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs", "exactly one of"),
-    ({"structured_outputs": {"yaml": "a"}}, "structured_outputs", "unknown 'yaml'"),
-    ({"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}}, "response_format", "not both"),
-    ({"tool_choice": "required"}, "tool_choice", "tool_choice needs tools"),
-    (
-        {"tools": [tool("warm")], "tool_choice": {"type": "function", "function": {"name": "hot"}}},
-        "tool_choice",
-        "must name one of the tools",
-    ),
-    (
-        {"tools": [tool("warm", parameters={"type": "object", "if": {}})], "tool_choice": "required"},
-        "tools",
-        'keywords that are not supported: ["if"]',
-    ),
-    (
-        {"tools": [tool("warm")], "tool_choice": "required", "response_format": {"type": "json_object"}},
-        "response_format",
-        "cannot be combined",
-    ),
+    ({"response_format": {"type": "yaml"}}, "response_format", "type"),
+    ({"response_format": {"type": ["text"]}}, "response_format", "type"),
+    ({"response_format": {"type": "json_schema"}}, "response_format", "json_schema"),
+    ({"response_format": JSON_OBJECT | {"json_schema": {"schema": ARRAY}}}, "response_format", "'json_schema'"),
+    ({"response_format": {"type": "text", "schema": ARRAY}}, "response_format", "'schema'"),
+    ({"response_format": UNENFORCED}, "response_format", '["not"]'),
+    ({"structured_outputs": {"regex": "("}}, "structured_outputs", "regex"),
+    ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs", "regex and choice"),
+    ({"structured_outputs": {"yaml": "a"}}, "structured_outputs", "'yaml'"),
+    ({"structured_outputs": {"regex": "a"}, "response_format": JSON_OBJECT}, "response_format", "structured_outputs"),
+    ({"tool_choice": "required"}, "tool_choice", "tool_choice"),
+    ({"tools": [tool("warm")], "tool_choice": {"type": "function", "function": {"name": "hot"}}}, "tool_choice", ""),
+    ({"tools": [tool("warm", parameters={"type": "object", "if": {}})], "tool_choice": "required"}, "tools", '["if"]'),
+    ({"tools": [tool("warm")], "tool_choice": "required", "response_format": JSON_OBJECT}, "response_format", "tools"),
 ]
 
 
@@ -385,18 +363,9 @@ def test_what_cannot_be_kept_is_400_with_the_field_and_touches_nobody_else(serve
     with served.client() as client:
 
         def plain() -> None:
-            body = {
-                "messages": ASKED,
-                "chat_template": TEMPLATE,
-                "temperature": 0,
-                "max_tokens": 100,
-                "ignore_eos": True,
-            }
-            answers.append(
-                client.post("/v1/chat/completions", json=body | {"ignore_eos": True}).json()["choices"][0]["message"][
-                    "content"
-                ]
-            )
+            body = {"messages": ASKED, "chat_template": TEMPLATE, "temperature": 0, "max_tokens": 100}
+            response = client.post("/v1/chat/completions", json=body | {"ignore_eos": True})
+            answers.append(response.json()["choices"][0]["message"]["content"])
 
         plain()
         beside = [threading.Thread(target=plain) for _ in range(3)]

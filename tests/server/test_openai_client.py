@@ -78,22 +78,13 @@ def test_a_batch_of_texts_and_of_token_ids_keeps_its_order(client: openai.OpenAI
 
 
 def test_sampled_answers_are_those_of_the_library(client: openai.OpenAI, alone: LLM) -> None:
-    params = SamplingParams(
-        n=3,
-        temperature=1.3,
-        top_p=0.9,
-        top_k=40,
-        seed=11,
-        max_tokens=20,
-        ignore_eos=True,
-        stop="z",
-        logit_bias={100: 1.0},
-    )
+    shared = {"n": 3, "temperature": 1.3, "top_p": 0.9, "seed": 11, "max_tokens": 20, "stop": "z"}
+    params = SamplingParams(**shared, top_k=40, ignore_eos=True, logit_bias={100: 1.0})
     (expected,) = alone.generate("rev oceanic=", params)
+    extra = {"top_k": 40, "ignore_eos": True, "return_token_ids": True}
     answer = client.completions.create(
-        model="demo", prompt="rev oceanic=", n=3, temperature=1.3, top_p=0.9, seed=11, max_tokens=20, stop=["z"],
-        logit_bias={"100": 1.0}, extra_body={"top_k": 40, "ignore_eos": True, "return_token_ids": True},
-    )  # fmt: skip
+        model="demo", prompt="rev oceanic=", **shared, logit_bias={"100": 1.0}, extra_body=extra
+    )
     assert [choice.text for choice in answer.choices] == [output.text for output in expected.outputs]
     assert [choice.token_ids for choice in answer.choices] == [output.token_ids for output in expected.outputs]
 

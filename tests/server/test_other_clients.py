@@ -31,17 +31,8 @@ QUESTION = {"role": "user", "content": "What is 417 + 385?"}
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     model = save_chain_model(tmp_path_factory.mktemp("chain"))
-    options = (
-        "--served-model-name",
-        "chain",
-        "--api-key",
-        KEY,
-        "--max-batch-size",
-        "8",
-        "--max-sequence-length",
-        "2048",
-    )
-    with serving(*options, model=str(model)) as server:
+    options = f"--served-model-name chain --api-key {KEY} --max-batch-size 8 --max-sequence-length 2048"
+    with serving(*options.split(), model=str(model)) as server:
         yield server
 
 

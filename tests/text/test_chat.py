@@ -121,7 +121,10 @@ def test_variables_of_a_template_are_none_of_the_arguments(tokenizer: Any, name:
 
 
 def test_what_a_template_refuses_is_an_error_in_its_words(tokenizer: Any) -> None:
-    for template, words in (("{{ raise_exception('roles must alternate') }}", "roles must alternate"), ("{% if", "template")):
+    for template, words in (
+        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+        ("{% if", "template"),
+    ):
         with pytest.raises(GraphdecodeError, match=words):
             render_chat(tokenizer, TURNS, chat_template=template)
 
