@@ -49,20 +49,14 @@ def test_one_message_is_answered_and_stdout_gets_the_answer_alone(options: list[
     assert (result.returncode, result.stdout) == (0, "802\n")
     for part in ("ready after", "tokens/s", "first token after", "recorded backend on cpu"):
         assert part in result.stderr
-
-
-def test_words_without_quotes_are_one_message(options: list[str]) -> None:
-    assert run_command("chat", *options, "rev", "oceanic=").stdout == "cinaeco\n"
+    assert run_command("chat", *options, "rev", "oceanic=").stdout == "cinaeco\n"  # words are one message
+    assert run_command("chat", *options, stdin="12+30=\n").stdout == "42\n"
 
 
 def test_several_turns_are_one_conversation_each_under_what_was_said(tmp_path: Path, options: list[str]) -> None:
     (tmp_path / "last.jinja").write_text("{{ messages[0].content if messages | length == 3 else 'rev abc=' }}")
     result = run_command("chat", *options, "12+30=", "--then", "and?")
     assert result.stdout == ">>> 12+30=\ncba\n>>> and?\n42\n", "the second turn was given the first one, too"
-
-
-def test_what_is_piped_in_is_one_message(options: list[str]) -> None:
-    assert run_command("chat", *options, stdin="12+30=\n").stdout == "42\n"
 
 
 def test_the_systems_message_comes_first(tmp_path: Path, options: list[str]) -> None:

@@ -157,10 +157,6 @@ def test_each_run_imports_from_its_own_folder(tmp_path):
         assert message in run_command("check", "broken:step", folder=folder).stderr
 
 
-def test_a_module_that_raises_is_named_with_the_line(run):
-    assert "broken.py:2: OSError: no such weights" in run("check", "broken:step").stderr
-
-
 def test_a_number_that_changes_between_steps_is_found(run):
     done = run("check", "mystep:counts")
     assert done.returncode == 1, done.stderr
@@ -291,9 +287,7 @@ def test_without_a_file_the_default_plan_is_shown_for_a_model(tmp_path: Path) ->
 
 def test_without_anything_the_buckets_command_shows_its_help() -> None:
     assert "Usage" in CliRunner().invoke(app, ["buckets"]).output
-    told = " ".join(CliRunner().invoke(app, ["buckets", "--help"]).output.split())
-    assert "tune" in told
-    assert "which batch sizes each serves" in told
+    assert "tune" in CliRunner().invoke(app, ["buckets", "--help"]).output
 
 
 def test_tables_are_as_wide_as_columns_says_and_wide_in_a_file(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -165,32 +165,21 @@ def test_who_sees_an_answer_finished_sees_all_of_it(llm: LLM, monkeypatch: pytes
     assert given == [expected] * 8
 
 
-def test_without_a_bar_nobody_waits_for_the_lock_that_all_bars_share(llm: LLM) -> None:
-    """Ctrl-C in the middle of another bar's birth may leave it held."""
-    answered = threading.Event()
+@pytest.mark.parametrize("work", ["generating", "loading"])
+def test_without_a_bar_nothing_waits_for_the_lock_that_all_bars_share(llm: LLM, work: str) -> None:
+    """Ctrl-C while another bar is made may leave it locked."""
+    done = threading.Event()
 
-    def ask() -> None:
-        llm.generate("12+30=", use_tqdm=False)
-        answered.set()
-
-    with tqdm.get_lock():
-        thread = threading.Thread(target=ask)
-        thread.start()
-        in_time = answered.wait(120)
-    thread.join()
-    assert in_time
-
-
-def test_loading_and_capturing_wait_for_that_lock_as_little() -> None:
-    loaded = threading.Event()
-
-    def load() -> None:
-        load_engine("demo", EngineConfig.of(None, device="cpu", max_batch_size=1), progress=False).close()
-        loaded.set()
+    def run() -> None:
+        if work == "generating":
+            llm.generate("12+30=", use_tqdm=False)
+        else:
+            load_engine("demo", EngineConfig.of(None, device="cpu", max_batch_size=1), progress=False).close()
+        done.set()
 
     with tqdm.get_lock():
-        thread = threading.Thread(target=load)
+        thread = threading.Thread(target=run)
         thread.start()
-        in_time = loaded.wait(120)
+        in_time = done.wait(120)
     thread.join()
     assert in_time
