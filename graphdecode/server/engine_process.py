@@ -74,13 +74,13 @@ class EngineProcess:
             except RankError as error:  # the other ranks cannot go on; a new process has new ones
                 log.error("%s", error)
                 with suppress(GraphdecodeError, OSError):
-                    self._send(engine.step())  # tells every request which rank it was
+                    self._send(engine.step())  # fails every request with the rank in the error
                 return
             except GraphdecodeError as error:
                 log.warning("%s", error)
             except (EOFError, OSError):
                 return
-            except Exception:  # the engine gave up all requests, and its next step says so
+            except Exception:  # the engine has failed all requests, and its next step returns their errors
                 log.exception("a step failed")
 
     def _handle(self, message: Any) -> None:

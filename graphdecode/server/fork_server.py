@@ -79,7 +79,7 @@ class ForkServer:
             self._reap(poll)
 
     def fork(self, job: socket.socket) -> bool:
-        """Fork for a job, which comes over a socket; tell its sender and return False if that fails."""
+        """Fork for a job, which comes over a socket; report a failure to its sender, and return False."""
         _send_now(job, Accepted())
         try:
             child = os.fork()

@@ -36,7 +36,7 @@ _FIELDS = {
     "regex": "regex",
     "grammar": "grammar",
 }
-# keywords of a tool's parameters: these alone describe none, and these say the type of the arguments
+# keywords of a tool's parameters: schemas of only the first have no parameters, the others set the type
 _EMPTY_KEYWORDS = frozenset(
     {"$schema", "$id", "$comment", "title", "description", "type", "properties", "required", "strict"}
 )
@@ -288,7 +288,7 @@ def compiled_grammar(preprocessor: Preprocessor, params: StructuredOutputsParams
         constraint = grammars.new_constraint(compiled)
         constraint.fill(np.empty(constraint.num_words, dtype=np.int32), ())
     except ConstraintError as error:
-        raise ArgumentError(f"structured_outputs: {params.kind} cannot be kept: {error}") from error
+        raise ArgumentError(f"structured_outputs: {params.kind} cannot be enforced: {error}") from error
     if isinstance(compiled, TokenAutomaton):
         arrays = (compiled.classes, compiled.following, compiled.masks, compiled.accepts, compiled.completes)
         return AddGrammar(grammar, compiled, len(grammar) + sum(array.nbytes for array in arrays))

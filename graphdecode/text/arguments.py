@@ -44,7 +44,7 @@ def as_prompt(prompt: Any) -> str | list[int]:
 
 
 class SaltedPrompt(NamedTuple):
-    """A prompt, and what its cached prefixes are kept below: they are shared with prompts of the same salt alone."""
+    """A prompt and its cache salt: cached prefixes are shared by prompts of the same salt only."""
 
     prompt: str | list[int]
     cache_salt: str | None = None

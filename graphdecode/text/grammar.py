@@ -28,7 +28,7 @@ _MAX_COMPILED = 64  # compiled grammars: clients repeat the same few
 MAX_GRAMMAR_LENGTH = 1 << 20  # characters
 _MOST_ALTERNATIVES = 1000  # llguidance follows 2000 items of a grammar at a time
 _WORTH_THREADS_BYTES = 1024  # size of one mask
-# llguidance holds the numbers of schemas in doubles, and rounds what does not fit
+# llguidance stores the numbers of schemas as doubles, and rounds others
 _LARGEST = 2**53 - 1  # beyond it, two integers may be one double
 _DIGITS = sys.float_info.dig  # of any decimal that a double holds
 _LARGEST_INT64 = 2**63 - 1  # `maximum` of generated schemas, which llguidance enforces
@@ -92,7 +92,7 @@ class Grammars:
             else:
                 _check_numbers(params.schema)
         except ArgumentError as error:
-            raise ArgumentError(f"structured_outputs: {params.kind} cannot be kept: {error}") from error
+            raise ArgumentError(f"structured_outputs: {params.kind} cannot be enforced: {error}") from error
         with _as_argument_errors(params.kind):
             grammar = _grammar_text(params)
             grammar.encode()  # fails at surrogates
@@ -111,7 +111,7 @@ class Grammars:
             is_wrong, warnings = LLMatcher.validate_grammar_with_warnings(grammar, self.load())
         if is_wrong:
             reason = warnings[0].strip().replace("Unimplemented keys", "keywords that are not supported")
-            raise ArgumentError(f"structured_outputs: {kind} cannot be kept: {reason}")
+            raise ArgumentError(f"structured_outputs: {kind} cannot be enforced: {reason}")
 
     def constraint(self, grammar: str) -> Constraint:
         """Return a new constraint for a grammar; raises `ConstraintError` if it cannot be compiled."""
@@ -292,7 +292,7 @@ def _closed(schema: Any) -> Any:
 
 def _check_numbers(schema: Any) -> None:
     """Raise `ArgumentError` if a number of a schema cannot be enforced as it is."""
-    waiting: list[tuple[Any, str, str]] = [(schema, "", "schema")]  # value, its place, and what it is
+    waiting: list[tuple[Any, str, str]] = [(schema, "", "schema")]  # value, its JSON path, and its kind
     while waiting:
         value, path, kind = waiting.pop()
         if isinstance(value, dict):

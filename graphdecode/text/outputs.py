@@ -19,7 +19,7 @@ from graphdecode.text.token_texts import IncrementalText, TokenTexts
 class Logprob:
     """The log-probability (natural) of one token, its rank (1 is the most likely), and its text if detokenized.
 
-    The text is what the token adds at this place: that of a part of a character is empty, of its last part all of it.
+    The text is what the token adds there: nothing for a part of a character, the whole character for its last part.
     """
 
     logprob: float
@@ -124,7 +124,7 @@ class RequestState:
 
     @cached_property
     def _detokenizer(self) -> Detokenizer | None:
-        """Of the output; made at its first event, as a prompt that is refused may have any ids."""
+        """The output's detokenizer, made at its first event: the ids of a refused prompt may be invalid."""
         params = self._params
         if self._texts is None:
             return None
@@ -140,7 +140,7 @@ class RequestState:
 
     @cached_property
     def _prompt_text(self) -> IncrementalText | None:
-        """Of the prompt's tokens whose log-probabilities have come, and the first."""
+        """Text of the prompt's tokens so far: those with log-probabilities, and the first."""
         if self._texts is None:
             return None
         is_text = self.request.prompt is not None  # which has no special tokens that the tokenizer added

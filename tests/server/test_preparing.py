@@ -115,7 +115,7 @@ def test_a_body_of_few_parts_is_prepared_at_once(preprocessor: Preprocessor) -> 
         (AnswerError("gone", "restarting"), 503, "restarting"),
         (AnswerError("is restarting", None), 500, None),  # it is the code that counts, and not the words
         (AnswerError("beyond", "form_too_complex"), 400, "form_too_complex"),
-        (AnswerError("cannot be kept", "refused"), 400, "refused"),
+        (AnswerError("unreadable", "refused"), 400, "refused"),
         (ContextLengthError("the prompt has 9 tokens"), 400, "context_length_exceeded"),
         (ArgumentError("n must be 1"), 400, None),
     ],

@@ -154,7 +154,7 @@ def test_reading_a_form_for_seconds_holds_up_neither_the_loop_nor_other_answers(
             form = params(structured_outputs=StructuredOutputsParams(regex="[xy]{3}"))
             held = asyncio.create_task(answer(llm, "12+30=", form))
             assert await answer(llm, "12+30=", params()) == "42"
-            with pytest.raises(ValueError, match="structured_outputs: regex cannot be kept"):
+            with pytest.raises(ValueError, match="structured_outputs: regex "):
                 await answer(llm, "x", params(structured_outputs=StructuredOutputsParams(regex="(")))
             assert not held.done()
             may_go_on.set()

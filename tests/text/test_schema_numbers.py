@@ -62,11 +62,11 @@ BIG = 2**53 + 1
     ],
 )
 def test_a_number_that_would_be_rounded_is_refused_by_its_place(grammars: Grammars, schema: Any, place: str) -> None:
-    with pytest.raises(ArgumentError, match=rf"json cannot be kept: {place} must be an integer in .*9007199254740991"):
+    with pytest.raises(ArgumentError, match=rf"json .*: {place} must be .*9007199254740991"):
         grammars.grammar(StructuredOutputsParams(json=schema))
     written = schema if isinstance(schema, str) else json.dumps(schema)
     lark = f'%llguidance {{}}\nstart: "a" value\nvalue: %json {written}\n'
-    with pytest.raises(ArgumentError, match=rf"grammar cannot be kept: {place} must be"):
+    with pytest.raises(ArgumentError, match=rf"grammar .*: {place} must be"):
         grammars.grammar(StructuredOutputsParams(grammar=lark))
 
 
