@@ -53,7 +53,7 @@ def test_one_message_is_answered_and_stdout_gets_the_answer_alone(options: list[
     assert run_command("chat", *options, stdin="12+30=\n").stdout == "42\n"
 
 
-def test_several_turns_are_one_conversation_each_under_what_was_said(tmp_path: Path, options: list[str]) -> None:
+def test_several_messages_are_one_conversation(tmp_path: Path, options: list[str]) -> None:
     (tmp_path / "last.jinja").write_text("{{ messages[0].content if messages | length == 3 else 'rev abc=' }}")
     result = run_command("chat", *options, "12+30=", "--then", "and?")
     assert result.stdout == ">>> 12+30=\ncba\n>>> and?\n42\n", "the second turn was given the first one, too"
@@ -145,14 +145,14 @@ def test_a_message_that_cannot_be_answered_does_not_end_the_session(llm, capsys)
     assert [message["content"] for message in conversation.messages] == ["12+30=", "42"]
 
 
-def test_a_conversation_that_outgrows_its_room_says_so(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_conversation_beyond_the_context_prints_a_message(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
     typed(llm, f"{'x' * 60}\r" * 5, "{% for m in messages %}{{ m.content }}{% endfor %}")
     told = capsys.readouterr().err
     assert "the conversation has more than 256 tokens: the oldest" in told
     assert "/reset starts over" in told
 
 
-def test_what_was_typed_is_kept_for_the_next_session(llm: LLM, tmp_path: Path) -> None:
+def test_the_history_persists_between_sessions(llm: LLM, tmp_path: Path) -> None:
     assert typed(llm, "12+30=\r").messages[0]["content"] == "12+30="
     assert history_file().is_relative_to(tmp_path)
     assert [path.stat().st_mode & 0o777 for path in (history_file(), history_file().parent)] == [0o600, 0o700]
@@ -201,7 +201,7 @@ def screen(text: str, width: int) -> list[str]:
     return ["".join(line).rstrip() for line in lines]
 
 
-def test_ctrl_c_before_the_first_token_says_that_nothing_came(llm, monkeypatch, capsys):
+def test_ctrl_c_before_the_first_token_drops_the_message(llm, monkeypatch, capsys):
     step = llm.engine.step
 
     def interrupted() -> None:
@@ -233,7 +233,7 @@ def test_a_long_prompt_shows_how_much_of_it_is_read(monkeypatch: pytest.MonkeyPa
     assert terminal.getvalue().endswith("\r\x1b[K"), "the line is taken away for the answer"
 
 
-def test_an_answer_that_repeats_itself_is_told(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_repeating_output_prints_a_message(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
     loop = StructuredOutputsParams(regex="(ab){30}")
     params = SamplingParams(temperature=0.0, max_tokens=100, structured_outputs=loop)
     conversation = Conversation(llm, sampling_params=params, chat_template=LAST)
@@ -257,7 +257,7 @@ def test_what_repeats_itself() -> None:
         (None, "the limit of 256 tokens is reached (--max-sequence-length"),
     ],
 )
-def test_an_answer_that_was_cut_says_by_what(llm, max_tokens, why, capsys):
+def test_a_truncated_output_names_the_limit(llm, max_tokens, why, capsys):
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
     answer(Conversation(llm, sampling_params=params, chat_template=LAST), "1+1=")
     assert why in capsys.readouterr().err

@@ -67,7 +67,7 @@ def test_several_answers_stand_under_their_prompts_in_order(tmp_path: Path) -> N
 
 
 @pytest.mark.skipif(os.name != "posix", reason="sends a signal")
-def test_ctrl_c_gives_as_json_what_is_complete_and_marks_what_is_not(tmp_path: Path) -> None:
+def test_ctrl_c_prints_json_for_all_prompts_and_marks_aborted_ones(tmp_path: Path) -> None:
     first, rest, errors, status = interrupted(tmp_path, "--json")
     answers = [json.loads(line) for line in (first + rest).split("\n")[:-1]]  # texts have other ends of lines in them
     assert status == 130, errors
@@ -91,7 +91,7 @@ def test_bytes_that_are_no_text_are_refused() -> None:
     assert b"Traceback" not in result.stderr
 
 
-def test_the_versions_are_told() -> None:
+def test_version_prints_the_versions() -> None:
     result = spawn_command("--version")
     assert result.returncode == 0
     assert re.fullmatch(r"graphdecode \S+, torch \S+, triton \S+\n", result.stdout)
@@ -235,7 +235,7 @@ def said_of(folder: Path, **environment: str) -> list[str]:
     return result.stderr.splitlines()
 
 
-def test_losing_the_compiled_kernels_is_said_once_with_the_remedy_and_named_in_the_figures(tmp_path: Path) -> None:
+def test_missing_compiled_kernels_are_one_warning_with_a_remedy(tmp_path: Path) -> None:
     said = said_of(tmp_path, CC="no-such-compiler", GRAPHDECODE_CACHE_DIR=str(tmp_path / "new"))
     (told,) = [line for line in said if "no compiled kernels" in line]
     for line in (told, said[-1]):
@@ -244,7 +244,7 @@ def test_losing_the_compiled_kernels_is_said_once_with_the_remedy_and_named_in_t
     assert "backend on cpu; torch's operators (" in said[-1]
 
 
-def test_what_was_asked_for_is_named_and_not_warned_of(tmp_path: Path) -> None:
+def test_kernels_disabled_on_purpose_are_no_warning(tmp_path: Path) -> None:
     said = said_of(tmp_path, GRAPHDECODE_NATIVE="0")
     assert not [line for line in said if "no compiled kernels" in line]
     assert said[-1].endswith("backend on cpu; torch's operators (GRAPHDECODE_NATIVE is 0)")
@@ -303,7 +303,7 @@ def answers(folder: Path, *options: str) -> list[dict]:
         ({"do_sample": True, "top_k": None}, SamplingParams()),
     ],
 )
-def test_a_checkpoint_says_how_it_wants_to_be_sampled(tmp_path, generation, expected):
+def test_sampling_defaults_come_from_generation_config(tmp_path, generation, expected):
     folder = model_in(tmp_path, generation)
     with LLM(folder, max_batch_size=1, max_sequence_length=32, backend="eager", device="cpu") as llm:
         assert llm.get_default_sampling_params() == expected
@@ -318,7 +318,7 @@ def test_what_a_checkpoint_cannot_ask_for_is_named(tmp_path: Path) -> None:
         llm.get_default_sampling_params()
 
 
-def test_the_shell_follows_the_checkpoint_until_an_option_says_otherwise(tmp_path: Path) -> None:
+def test_options_override_the_checkpoints_sampling_defaults(tmp_path: Path) -> None:
     model_in(tmp_path, {"do_sample": True, "temperature": 50.0})
     assert answers(tmp_path)[0]["text"] != "cinaeco"
     assert answers(tmp_path, "--temperature", "0")[0]["text"] == "cinaeco"
@@ -459,7 +459,7 @@ def test_the_options_set_rows_and_lengths_at_most(monkeypatch: pytest.MonkeyPatc
     assert [llm.cache.total_num_pages for llm in seen] == [2 * -(-(longest + 9) // 16), 1]
 
 
-def test_a_length_beyond_the_models_is_warned_about_and_the_config_says_what_holds() -> None:
+def test_a_length_beyond_the_models_is_a_warning_and_reduced() -> None:
     with pytest.warns(
         UserWarning, match="max_sequence_length is 512, for which the model was trained, instead of the requested 600"
     ):

@@ -192,7 +192,7 @@ def test_a_keyword_that_does_not_exist_and_a_config_that_is_none_are_named() -> 
         EngineConfig(buckets=3)  # type: ignore[arg-type]
 
 
-def test_torchs_own_objects_are_kept_by_their_names() -> None:
+def test_torch_objects_become_their_names() -> None:
     config = EngineConfig.of(None, dtype=torch.bfloat16, device=torch.device("cuda", 1))
     assert (config.dtype, config.device) == ("bfloat16", "cuda:1")
 

@@ -44,14 +44,14 @@ def test_each_model_is_listed_with_what_it_takes(folder: Path) -> None:
     assert "m.gguf is not a GGUF file" in records["packed"]["error"]
 
 
-def test_the_table_says_what_cannot_run_and_why() -> None:
+def test_the_table_marks_models_that_cannot_run() -> None:
     lines = run_command("models").stdout.splitlines()
     assert any("adder" in line and "yes" in line for line in lines)
     assert any("broken" in line and "cannot run" in line for line in lines)
     assert any(line.startswith("broken: ") and "holds no model.safetensors" in line for line in lines)
 
 
-def test_a_model_that_nobody_offers_is_refused_by_name() -> None:
+def test_an_unknown_model_to_install_is_refused_by_name() -> None:
     for name, meant in (("gpt-9", ""), ("SmolLM", "; did you mean 'smollm2'?")):
         result = run_command("models", "install", name)
         assert result.returncode == 2

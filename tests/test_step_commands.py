@@ -74,7 +74,7 @@ def test_a_step_is_inspected_bucket_by_bucket(folder):
     assert max(map(len, rows[:4])) <= 100
 
 
-def test_the_picture_is_of_the_step_with_the_queries_that_were_asked_for(run):
+def test_dot_draws_the_step_with_the_given_queries(run):
     for queries, title in (("1", '"bucket 1"'), ("2", '"bucket 1 x 2"')):
         done = run("inspect", "--speculate", "ngram", "--queries", queries, "--dot", "1")
         assert title in done.stdout.splitlines()[1]
@@ -105,7 +105,7 @@ def test_graphviz_draws_a_box_for_each_operation(run):
     assert classes.count("edge") == dot.stdout.count("->") > 0
 
 
-def test_without_graphviz_a_picture_says_what_is_missing_and_its_text_is_printed(run, tmp_path):
+def test_svg_without_graphviz_is_an_error_and_dot_works(run, tmp_path):
     dot = run("inspect", "mystep:step", "--dot", "2")
     assert dot.stdout.startswith("digraph step {")
     assert '"constants[0]" [shape=ellipse];' in dot.stdout
@@ -114,7 +114,7 @@ def test_without_graphviz_a_picture_says_what_is_missing_and_its_text_is_printed
     assert nowhere.stderr.splitlines()[-1].startswith("error: a picture needs Graphviz' program dot")
 
 
-def test_what_graphviz_says_of_a_picture_is_passed_on(run, tmp_path):
+def test_graphviz_errors_are_passed_on(run, tmp_path):
     program = tmp_path / "dot"
     path = f"{tmp_path}:{os.environ['PATH']}"
     program.write_text("#!/bin/sh\ntest $1 = -Tsvg && cat\n")
@@ -254,7 +254,7 @@ def test_auto_pages_come_from_what_the_weights_leave(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("two_gib_free")
-def test_what_does_not_fit_is_said(tmp_path: Path) -> None:
+def test_a_plan_that_does_not_fit_shows_what_is_missing(tmp_path: Path) -> None:
     text = "[capacity]\ntotal_num_pages = 100\n"
     output = show(tmp_path, text, "--model", "shape:llama-3.1-8b", "--dtype", "bfloat16")
     assert plan(output)["missing"] > 10000
@@ -290,14 +290,14 @@ def test_without_anything_the_buckets_command_shows_its_help() -> None:
     assert "tune" in CliRunner().invoke(app, ["buckets", "--help"]).output
 
 
-def test_tables_are_as_wide_as_columns_says_and_wide_in_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tables_have_the_width_of_columns_or_a_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "72")
     assert wide_console().width == 72
     monkeypatch.delenv("COLUMNS")
     assert wide_console().width >= 118
 
 
-def test_a_ladder_without_padding_is_said_to_have_none(tmp_path: Path) -> None:
+def test_a_ladder_without_padding_is_shown_as_such(tmp_path: Path) -> None:
     assert "no padding: every batch size has a bucket" in show(tmp_path, "[capacity]\nmax_batch_size = 4\n")
 
 

@@ -59,7 +59,7 @@ def test_every_keyword_of_llm_is_a_setting_or_refused_with_what_to_do_instead(na
         LLM("demo", **{name: object()})
 
 
-def test_values_that_ask_for_nothing_are_taken() -> None:
+def test_neutral_values_are_accepted() -> None:
     neutral = {name: value for name, entry in SAMPLING_PARAMS.items() for value in entry.neutral}
     assert SamplingParams(**neutral) == SamplingParams()
     assert SamplingParams(best_of=None, flat_logprobs=False) == SamplingParams()
@@ -69,7 +69,7 @@ def test_values_that_ask_for_nothing_are_taken() -> None:
     assert as_settings({"enforce_eager": False, "max_model_len": None, "seed": None, "quantization": None}) == {}
 
 
-def test_a_name_that_nobody_knows_is_a_type_error() -> None:
+def test_an_unknown_keyword_is_a_type_error_with_a_suggestion() -> None:
     with pytest.raises(TypeError, match="unexpected keyword argument 'temprature'; did you mean 'temperature'[?]"):
         SamplingParams(temprature=1.0)
     with pytest.raises(TypeError, match="unexpected keyword argument 'zzz'; known: n, "):
@@ -79,7 +79,7 @@ def test_a_name_that_nobody_knows_is_a_type_error() -> None:
 
 
 @pytest.mark.parametrize("name", METHODS.split())
-def test_a_method_that_there_is_not_says_what_there_is_instead(renamed: LLM, name: str) -> None:
+def test_a_missing_method_of_vllm_names_the_alternative(renamed: LLM, name: str) -> None:
     with pytest.raises(AttributeError, match=f"^'LLM' object has no attribute '{name}': {LLM_METHODS[name][:20]}"):
         getattr(renamed, name)
     with pytest.raises(AttributeError, match=f"^'AsyncLLM' object has no attribute '{name}': "):
@@ -88,12 +88,12 @@ def test_a_method_that_there_is_not_says_what_there_is_instead(renamed: LLM, nam
 
 
 @pytest.mark.parametrize(("kind", "name"), [(k, n) for k in (LLM, AsyncLLM) for n in PINNED[k.__name__].split()])
-def test_every_method_of_vllms_is_there_or_says_what_there_is_instead(kind: type, name: str) -> None:
+def test_every_method_of_vllm_exists_or_has_an_alternative(kind: type, name: str) -> None:
     assert hasattr(kind, name) or len(LLM_METHODS[name]) > 10
 
 
 @pytest.mark.parametrize("call", ["LLM.generate", "LLM.chat", "AsyncLLM.generate"])
-def test_every_keyword_of_vllms_calls_is_taken_or_says_what_to_do_instead(call: str) -> None:
+def test_every_keyword_of_vllms_calls_is_accepted_or_has_an_alternative(call: str) -> None:
     kind, _, method = call.partition(".")
     own = signature(getattr({"LLM": LLM, "AsyncLLM": AsyncLLM}[kind], method)).parameters.keys()
     taken = {*own, *CALL_KEYWORDS, *(ChatOptions.__annotations__ if method == "chat" else ())}
@@ -136,7 +136,7 @@ def test_cached_prefixes_can_be_dropped_and_chats_have_priorities() -> None:
 
 
 @pytest.mark.parametrize("name", ["sleep", "wake_up"])
-def test_methods_of_llm_are_named_to_who_looks_for_them_in_async_llm(name: str) -> None:
+def test_async_llm_names_the_methods_that_llm_has(name: str) -> None:
     assert hasattr(LLM, name)
     with pytest.raises(
         AttributeError, match=f"^'AsyncLLM' object has no attribute '{name}': AsyncLLM.llm, an LLM, has"
@@ -144,7 +144,7 @@ def test_methods_of_llm_are_named_to_who_looks_for_them_in_async_llm(name: str) 
         getattr(AsyncLLM.__new__(AsyncLLM), name)
 
 
-def test_keywords_of_vllms_calls_work_or_say_what_to_do_instead(renamed: LLM) -> None:
+def test_keywords_of_vllms_calls_are_accepted_or_refused_with_advice(renamed: LLM) -> None:
     greedy = SamplingParams(temperature=0.0)
     for neutral in ({"use_tqdm": False}, {"lora_request": None}):
         (output,) = renamed.generate("12+30=", greedy, **neutral)  # type: ignore[arg-type]
@@ -239,7 +239,7 @@ def test_without_max_tokens_an_answer_may_fill_the_capacity(renamed: LLM) -> Non
     assert SamplingParams(max_tokens=None, min_tokens=1000).min_tokens == 1000
 
 
-def test_the_text_ends_with_what_stopped_it_if_that_is_asked_for(renamed: LLM) -> None:
+def test_include_stop_str_in_output_keeps_the_stop_text(renamed: LLM) -> None:
     assert answered(renamed, "rev oceanic=", stop="nae").text == "ci"
     asked = answered(renamed, "rev oceanic=", stop="nae", include_stop_str_in_output=True)
     assert (asked.text, asked.stop_reason, asked.finish_reason) == ("cinae", "nae", "stop")

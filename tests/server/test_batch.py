@@ -209,7 +209,7 @@ def test_ctrl_c_leaves_whole_lines_and_no_engine(runs: Runs) -> None:
 
 
 @pytest.mark.skipif(not AT_LENGTH, reason="GRAPHDECODE_AT_LENGTH=1 runs it: an engine that starts twice takes long")
-def test_requests_under_way_are_asked_again_where_their_engine_died(runs: Runs) -> None:
+def test_requests_in_flight_are_retried_when_the_engine_dies(runs: Runs) -> None:
     runs.input.write_text(sums(NUM_LINES))
     process = runs.start("--max-batch-size", "4")
     until(lambda: num_lines(runs.output) >= NUM_LINES // 3, "some lines")
@@ -280,7 +280,7 @@ def test_a_file_of_something_else_is_refused_and_left_as_it_was(text: str, messa
     assert file.read_text() == text
 
 
-def test_a_line_cut_anywhere_is_dropped_and_asked_for_again(tmp_path: Path) -> None:
+def test_an_incomplete_last_line_is_dropped_and_its_request_runs_again(tmp_path: Path) -> None:
     file = tmp_path / "out.jsonl"
     second = ANSWER.replace('"a"', '"b"')
     for cut in range(len(second)):
@@ -294,7 +294,7 @@ def test_a_line_cut_anywhere_is_dropped_and_asked_for_again(tmp_path: Path) -> N
         assert (first, json.loads(last)["custom_id"]) == (ANSWER, "b")
 
 
-def test_what_a_full_disk_cut_short_is_asked_for_again(tmp_path: Path) -> None:
+def test_a_response_cut_by_a_full_disk_is_requested_again(tmp_path: Path) -> None:
     file = tmp_path / "out.jsonl"
     file.write_text(ANSWER)
     output = BatchOutput(file, {"a": 1, "b": 2})

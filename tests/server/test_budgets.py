@@ -71,7 +71,7 @@ def told(http: httpx.Client, body: dict[str, Any]) -> tuple[int, str]:
     return answer.status_code, said.strip()
 
 
-def test_a_form_that_never_ends_is_refused_in_plain_words_and_remembered(served: Served) -> None:
+def test_a_schema_that_never_compiles_is_refused_and_the_refusal_cached(served: Served) -> None:
     before = read_seconds(served)
     with served.client() as http:
         status, message = told(http, endless(""))
@@ -84,7 +84,7 @@ def test_a_form_that_never_ends_is_refused_in_plain_words_and_remembered(served:
     assert read_seconds(served) - before < 1.5 * once  # it is not read again
 
 
-def test_who_leaves_takes_the_reading_of_the_form_along(served: Served) -> None:
+def test_a_disconnect_cancels_the_compilation_of_its_grammar(served: Served) -> None:
     before = read_seconds(served)
     connections = [served.connection() for _ in range(8)]
     for number, connection in enumerate(connections):
@@ -100,7 +100,7 @@ def test_who_leaves_takes_the_reading_of_the_form_along(served: Served) -> None:
     assert httpx.get(f"{served.address}/load").json()["server_load"] == 0
 
 
-def test_a_form_that_nothing_has_is_the_askers_fault(served: Served) -> None:
+def test_a_schema_that_no_text_matches_is_400(served: Served) -> None:
     loop = {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}
     with served.client() as http:
         status, message = told(http, SHORT | {"structured_outputs": {"json": loop}})
@@ -108,7 +108,7 @@ def test_a_form_that_nothing_has_is_the_askers_fault(served: Served) -> None:
     assert message.startswith("structured_outputs: json ")
 
 
-def test_a_form_that_becomes_too_complex_on_the_way_is_the_askers_fault(served: Served) -> None:
+def test_a_grammar_that_becomes_too_complex_while_generating_is_400(served: Served) -> None:
     count = 800
     rules = "\n".join(f"r{number}: r{number + 1} | r{number + 1} r{number + 1}" for number in range(count))
     grammar = f'start: r0\n{rules}\nr{count}: "a"'
@@ -118,7 +118,7 @@ def test_a_form_that_becomes_too_complex_on_the_way_is_the_askers_fault(served: 
     assert "its grammar cannot be followed further: Parser Error: Current row has " in message
 
 
-def test_a_form_that_its_library_crashes_at_takes_nobody_along(served: Served) -> None:
+def test_a_grammar_that_crashes_the_library_affects_no_other_request(served: Served) -> None:
     engine = served.engine_pid
     with served.client() as http:
         for depth in (2000, 3000, 6000):
@@ -159,7 +159,7 @@ LARGE = {
 }
 
 
-def test_no_large_body_keeps_others_waiting(served: Served) -> None:
+def test_no_large_body_blocks_other_requests(served: Served) -> None:
     """Each of these once took seconds; half of the bound is for a machine on which the server waits for others."""
 
     def ask() -> None:
@@ -172,7 +172,7 @@ def test_no_large_body_keeps_others_waiting(served: Served) -> None:
     assert any(health_beside(served, ask) < 0.2 for _ in range(4))  # what keeps others waiting does so each time
 
 
-def test_many_bodies_of_middling_size_at_once_keep_nobody_waiting(served: Served) -> None:
+def test_many_medium_bodies_at_once_do_not_block_other_requests(served: Served) -> None:
     """Together they take 0.6 s to tokenize, and half as much is more than the bound."""
     body = json.dumps({"prompt": "1234567890" * 3200})
 
@@ -186,7 +186,7 @@ def test_many_bodies_of_middling_size_at_once_keep_nobody_waiting(served: Served
     assert set(asyncio.run(asked())) == {32_000}
 
 
-def test_of_many_who_come_at_once_only_as_many_are_taken_as_there_is_room_for(served: Served) -> None:
+def test_of_simultaneous_requests_only_as_many_are_admitted_as_fit(served: Served) -> None:
     async def main() -> list[int]:
         limits = httpx.Limits(max_connections=None)
         async with httpx.AsyncClient(base_url=served.address, timeout=60, limits=limits) as http:
@@ -200,7 +200,7 @@ def test_of_many_who_come_at_once_only_as_many_are_taken_as_there_is_room_for(se
     served.until_idle()
 
 
-def test_a_request_keeps_its_place_while_its_grammar_is_compiled(served: Served) -> None:
+def test_an_admission_lasts_while_the_grammar_is_compiled(served: Served) -> None:
     properties = {f"p{index}": {"type": "string"} for index in range(1500)}
     slow = {"type": "object", "properties": properties, "required": ["p0"]}
     answers: list[int] = []

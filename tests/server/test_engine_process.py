@@ -109,7 +109,7 @@ def asks(number: int, grammar: str) -> Add:
     return Add(number, Request([1], SamplingParams(), grammar=grammar))
 
 
-def test_no_form_is_read_in_the_engines_process_that_nobody_waits_for(process: Any) -> None:
+def test_the_engine_process_compiles_no_grammar_without_a_waiting_request(process: Any) -> None:
     engine, grammars, send, _ = process
     for number in range(40):
         send(AddGrammar(f"form {number}", None, 0))
@@ -129,7 +129,7 @@ def test_no_form_is_read_in_the_engines_process_that_nobody_waits_for(process: A
 
 
 @pytest.mark.parametrize("grammar", ["panics", "fails", "wrong", "held badly"])
-def test_whatever_reading_a_form_raises_is_told_to_its_owner(process: Any, grammar: str) -> None:
+def test_any_error_of_compiling_a_grammar_fails_only_its_request(process: Any, grammar: str) -> None:
     engine, grammars, send, events = process
     grammars.may_end.set()
     send(AddGrammar(grammar, None, 0))
@@ -229,7 +229,7 @@ def test_others_have_their_turn_between_the_events_of_many_requests(monkeypatch:
     asyncio.run(main())
 
 
-def test_a_form_that_takes_more_than_all_may_is_kept_for_a_moment_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_grammar_above_the_cache_limit_is_cached_only_briefly(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(asyncio.BaseEventLoop, "call_later", lambda loop, _, call, *given: loop.call_soon(call, *given))
 
     async def main() -> None:

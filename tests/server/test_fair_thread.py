@@ -45,7 +45,7 @@ def test_what_a_call_raises_is_raised_and_the_next_one_is_made() -> None:
     assert asyncio.run(main()) == 3
 
 
-def test_one_beyond_those_that_may_wait_is_refused_and_a_cancelled_one_frees_its_place() -> None:
+def test_a_full_queue_refuses_and_a_cancelled_waiter_leaves_it() -> None:
     async def main() -> list[object]:
         thread, released = FairThread(1), threading.Event()
         running = asyncio.create_task(thread.run(lambda: released.wait(60), caller="a", size=1))

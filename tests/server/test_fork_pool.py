@@ -68,9 +68,7 @@ def server_of(work: ForkPool) -> int:
     return work.pid
 
 
-def test_what_takes_too_much_of_a_processor_or_of_memory_is_told_which(
-    work: ForkPool, in_loop: InLoop[Any], tmp_path: Path
-) -> None:
+def test_a_job_beyond_a_limit_fails_with_the_limit(work: ForkPool, in_loop: InLoop[Any], tmp_path: Path) -> None:
     with pytest.raises(JobError, match=r"^takes more than 1 s of a processor$"):
         in_loop(told(work, ENDLESS))
     tries = tmp_path / "tries"
@@ -155,7 +153,7 @@ def test_a_start_that_never_ends_is_given_up(in_loop: InLoop[Any]) -> None:
     assert slow.pid is None
 
 
-def test_where_no_child_can_be_had_its_asker_is_told_and_others_are_served(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_fork_fails_only_its_job(monkeypatch: pytest.MonkeyPatch) -> None:
     def fork() -> int:
         raise BlockingIOError(11, "Resource temporarily unavailable")
 

@@ -66,7 +66,7 @@ def asked(forms: GrammarCompiler, text: str, caller: str = "a") -> asyncio.Task[
     return asyncio.ensure_future(forms.grammar(StructuredOutputsParams(regex=text), caller))
 
 
-def test_only_what_the_form_itself_takes_is_remembered_against_it() -> None:
+def test_only_errors_of_the_grammar_itself_are_cached() -> None:
     errors = {
         "wrong": ArgumentError("structured_outputs: wrong"),
         "endless": JobError("takes more than 4 s of a processor"),
@@ -90,7 +90,7 @@ def test_only_what_the_form_itself_takes_is_remembered_against_it() -> None:
     assert asyncio.run(main()) == ["wrong", "endless", "unlucky", "good", "unlucky"]
 
 
-def test_a_form_is_read_once_for_all_who_ask_at_once_and_no_longer_than_somebody_waits() -> None:
+def test_simultaneous_requests_share_one_compilation_which_ends_with_the_last_waiter() -> None:
     async def main() -> None:
         reader = Reader()
         forms = GrammarCompiler(reader, reader)  # type: ignore[arg-type]
@@ -108,7 +108,7 @@ def test_a_form_is_read_once_for_all_who_ask_at_once_and_no_longer_than_somebody
     asyncio.run(main())
 
 
-def test_a_form_that_the_engine_has_forgotten_is_read_again() -> None:
+def test_a_grammar_that_the_engine_evicted_is_compiled_again() -> None:
     async def main() -> list[str]:
         reader = Reader()
         reader.goes_on.set()
@@ -122,7 +122,7 @@ def test_a_form_that_the_engine_has_forgotten_is_read_again() -> None:
     assert asyncio.run(main()) == ["a", "b", "a"]
 
 
-def test_an_engine_keeps_no_more_forms_than_fit_in_some_memory_and_those_that_were_used_last() -> None:
+def test_the_grammar_cache_is_bounded_and_evicts_the_least_recently_used() -> None:
     taught, kept, rng = GrammarCache(), list[tuple[str, int]](), random.Random(3)
     for number in range(300):
         nbytes = rng.choice([1 << 10, 1 << 20, 5 << 20, 40 << 20])
@@ -165,7 +165,7 @@ def caller(scope: dict[str, Any], keys: list[str]) -> str:
     return found[0]
 
 
-def test_who_asks_is_told_by_the_key_that_let_him_in_and_else_by_his_address() -> None:
+def test_a_caller_is_identified_by_its_valid_key_or_else_its_address() -> None:
     def scope(key: str, host: str | None, path: str = "/v1/completions") -> dict[str, Any]:
         client = None if host is None else (host, 1234)
         headers = [(b"authorization", f"Bearer {key}".encode()), (b"x-forwarded-for", key.encode())]
@@ -236,7 +236,7 @@ def test_openais_client_parses_an_answer_into_its_own_model(client: openai.OpenA
         assert isinstance(choice.message.parsed, Reading)
 
 
-def test_a_response_format_is_kept_streamed_and_not(client: openai.OpenAI) -> None:
+def test_a_response_format_is_enforced_streamed_and_not(client: openai.OpenAI) -> None:
     wanted = {"type": "json_schema", "json_schema": {"name": "reading", "schema": SCHEMA, "strict": True}}
     choice = chat(client, response_format=wanted)
     jsonschema.validate(json.loads(choice.message.content), SCHEMA)
@@ -272,7 +272,7 @@ def test_vllms_structured_outputs_are_those_of_the_library(client: openai.OpenAI
     assert re.fullmatch(forms[1]["regex"], alone[1])
 
 
-def test_an_answer_that_is_cut_says_so(client: openai.OpenAI) -> None:
+def test_a_truncated_structured_output_ends_with_length(client: openai.OpenAI) -> None:
     assert chat(client, extra_body={"structured_outputs": {"regex": "a{9}"}}, max_tokens=4).finish_reason == "length"
 
 
@@ -358,7 +358,7 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
 ]
 
 
-def test_what_cannot_be_kept_is_400_with_the_field_and_touches_nobody_else(served: Served) -> None:
+def test_an_unenforceable_output_is_400_with_its_field_and_affects_no_other_request(served: Served) -> None:
     answers: list[Any] = []
     with served.client() as client:
 
@@ -383,7 +383,7 @@ def test_what_cannot_be_kept_is_400_with_the_field_and_touches_nobody_else(serve
     assert len(answers) == 4
 
 
-def test_a_schema_that_takes_long_to_read_holds_nobody_up(served: Served) -> None:
+def test_a_slow_schema_blocks_no_other_request(served: Served) -> None:
     large = {"type": "object", "properties": {f"p{index}": {"type": "string"} for index in range(1500)}}
     slow = {"prompt": "x", "max_tokens": 2, "structured_outputs": {"json": large | {"required": ["p0"]}}}
     with served.client() as client:

@@ -45,7 +45,7 @@ def test_every_part_of_a_character_has_its_own_bytes_in_a_chat(make) -> None:
 
 
 @pytest.mark.parametrize("most", [0, 1, 3])
-def test_a_chat_has_as_many_likely_tokens_as_were_asked_for(most: int) -> None:
+def test_a_chat_has_top_logprobs_many_likely_tokens(most: int) -> None:
     texts = TokenTexts(sentencepiece())
     entries = scored(texts, [WORLD], [5, 6, 7])
     (first,) = chat_logprobs(texts, [7], entries, most, as_ids=True)["content"]
@@ -53,7 +53,7 @@ def test_a_chat_has_as_many_likely_tokens_as_were_asked_for(most: int) -> None:
     assert (first["token"], first["logprob"]) == ("token_id:7", -4.0)
 
 
-def test_tokens_of_one_text_keep_their_values_apart_in_completions() -> None:
+def test_tokens_with_equal_text_have_separate_logprobs_in_completions() -> None:
     tokenizer = sentencepiece()
     texts, letter = TokenTexts(tokenizer), tokenizer.token_to_id("o")
     others = [*EMOJI, letter, BYTE + ord("o"), BYTE + ord("l")]  # two are "o", and six are parts of characters
@@ -79,7 +79,7 @@ def test_tokens_of_one_text_keep_their_values_apart_in_completions() -> None:
         (None, [HELLO, *EMOJI, WORLD], [0, 5, 5, 6, 6, 6, 6, 7]),
     ],
 )
-def test_offsets_are_places_in_the_prompt(prompt: str | None, tokens: list[int], offsets: list[int]) -> None:
+def test_text_offsets_are_positions_in_the_prompt(prompt: str | None, tokens: list[int], offsets: list[int]) -> None:
     texts, is_given = TokenTexts(sentencepiece()), prompt is not None
     shown = text_of_tokens(texts, tokens) if prompt is None else prompt
     assert offsets_in_prompt(texts, shown, tokens, is_text=is_given) == offsets
@@ -106,7 +106,7 @@ def asked(http: httpx.Client, path: str, *, stream: bool = False, **body: Any) -
     return [json.loads(line[6:]) for line in reply.text.splitlines() if line.startswith("data: {")]
 
 
-def test_an_echo_goes_on_with_a_space_and_its_offsets_are_places_in_it(http: httpx.Client) -> None:
+def test_an_echo_is_followed_by_a_space_and_has_text_offsets(http: httpx.Client) -> None:
     body = {"prompt": "Hello", "max_tokens": 2, "allowed_token_ids": [WORLD], "echo": True, "logprobs": 0}
     choice = asked(http, "/v1/completions", **body)["choices"][0]
     assert choice["text"] == "Hello world world"
@@ -131,7 +131,7 @@ def test_a_character_that_the_prompt_began_is_completed_once(http: httpx.Client)
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_what_is_said_of_the_prompt_stands_where_vllm_has_it(http: httpx.Client, stream: bool) -> None:
+def test_fields_of_the_prompt_are_where_vllm_has_them(http: httpx.Client, stream: bool) -> None:
     text = {"prompt": "Hello", "max_tokens": 3, "return_token_ids": True, "n": 2}
     chat = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 3, "return_token_ids": True}
     completion = asked(http, "/v1/completions", stream=stream, **text)
@@ -158,7 +158,7 @@ def test_what_is_said_of_the_prompt_stands_where_vllm_has_it(http: httpx.Client,
     assert scored_text["choices"][1]["prompt_logprobs"][1].keys() == {str(HELLO)}
 
 
-def test_chats_have_the_asked_number_of_likely_tokens_by_text_or_by_id(http: httpx.Client) -> None:
+def test_chats_have_top_logprobs_by_text_or_by_id(http: httpx.Client) -> None:
     body: dict[str, Any] = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 2, "logprobs": True}
     for most in (None, 0, 1, 3):
         for as_ids in (False, True):

@@ -73,7 +73,7 @@ def received_by(connection: socket.socket) -> bytes:
     return b"".join(iter(lambda: connection.recv(1 << 16), b""))
 
 
-def test_who_leaves_frees_row_and_pages(served: Served) -> None:
+def test_a_disconnect_frees_row_and_pages(served: Served) -> None:
     half, whole = (
         lambda connection: connection.shutdown(socket.SHUT_WR),
         lambda connection: connection.shutdown(socket.SHUT_RDWR),
@@ -89,7 +89,7 @@ def test_who_leaves_frees_row_and_pages(served: Served) -> None:
     assert answers(served) == "42"
 
 
-def test_who_takes_nothing_is_let_go(served: Served) -> None:
+def test_a_client_that_reads_nothing_is_disconnected(served: Served) -> None:
     wordy = LONG | {"logprobs": 20, "return_token_ids": True, "prompt": "1" * 200, "n": 4}  # 1.5 MB each
     descriptors = served.descriptors
     with begin(served, wordy, times=20, window=4096) as connection:
@@ -117,7 +117,7 @@ def test_requests_in_one_piece_are_answered_in_their_order(served: Served) -> No
     assert received.count(b"200 OK") == 5
 
 
-def test_a_full_queue_is_429_and_says_when_to_come_again(served: Served) -> None:
+def test_a_full_queue_is_429_with_retry_after(served: Served) -> None:
     with served.client() as http:
         assert http.post("/v1/completions", json=SHORT | {"n": 5}).status_code == 400  # that will never have room
         with begin(served, LONG | {"n": 4}):
@@ -129,7 +129,7 @@ def test_a_full_queue_is_429_and_says_when_to_come_again(served: Served) -> None
         assert http.post("/v1/completions", json=SHORT | {"n": 4}).status_code == 200
 
 
-def test_openais_client_comes_again_when_it_is_told_to_and_leaves_when_it_has_waited_enough(served: Served) -> None:
+def test_openais_client_retries_after_429_and_times_out(served: Served) -> None:
     with openai.OpenAI(base_url=f"{served.address}/v1", api_key="any", max_retries=5) as client:
         waiting = [begin(served, LONG | {"n": 2}) for _ in range(2)]  # all there is room for
         answer = client.completions.with_raw_response.create(model="demo", **SHORT)
@@ -156,7 +156,7 @@ def test_a_body_that_is_too_large_or_never_comes_is_refused(served: Served) -> N
     assert answers(served) == "42"
 
 
-def test_who_asks_for_little_is_not_kept_waiting_by_who_asks_for_much_and_priority_goes_first() -> None:
+def test_small_callers_do_not_wait_for_large_ones_and_priorities_come_first() -> None:
     async def ask(http: httpx.AsyncClient, key: str, prompt: str, tokens: int, priority: int = 0, n: int = 1) -> None:
         body = LONG | {"prompt": prompt, "max_tokens": tokens, "priority": priority, "n": n}
         answer = await http.post("/v1/completions", json=body, headers={"Authorization": f"Bearer {key}"})
@@ -191,7 +191,7 @@ def test_origins_are_let_in_by_name_alone(served: Served) -> None:
             assert asked.headers.get("access-control-allow-origin") == allowed
 
 
-def test_an_answer_on_an_open_connection_is_not_held_back(served: Served) -> None:
+def test_responses_on_an_open_connection_are_not_delayed(served: Served) -> None:
     """With Nagle's algorithm each waits 40 ms for the client to confirm the answer's head."""
     connection, seconds = http.client.HTTPConnection(served.address.removeprefix("http://"), timeout=60), []
     for _ in range(20):
@@ -251,7 +251,7 @@ def test_a_name_that_is_not_the_servers_own_is_refused(served: Served) -> None:
                 assert (refused.status_code, refused.json()["error"]["code"]) == (403, "host"), host
 
 
-def test_names_are_looked_at_where_nobody_else_can_come_or_some_are_named() -> None:
+def test_host_names_are_checked_on_loopback_or_if_some_are_allowed() -> None:
     for host in ("127.0.0.1", "127.8.8.8", "::1", "localhost"):
         assert allowed_host_names(ServerConfig(host=host)) == ()
     for host in ("0.0.0.0", "::", "192.168.1.7", "machine.example"):
@@ -265,7 +265,7 @@ def answers_on(connection: socket.socket) -> None:
     assert b"200 OK" in connection.recv(4096)
 
 
-def test_one_connection_too_many_is_told_so_and_a_flood_is_not_kept(served: Served) -> None:
+def test_connections_beyond_the_limit_get_503_or_are_closed(served: Served) -> None:
     with contextlib.ExitStack() as stack:
         opened = [stack.enter_context(served.connection()) for _ in range(40)]
         told = stack.enter_context(served.connection())
@@ -325,7 +325,7 @@ def test_a_head_without_end_ends(served: Served, endless: bytes) -> None:
     assert answers(served) == "42"
 
 
-def test_told_to_end_it_finishes_what_runs_and_takes_nothing_new() -> None:
+def test_sigterm_finishes_running_requests_and_refuses_new_ones() -> None:
     with serving("--max-batch-size", "2", "--max-sequence-length", "4096", "--log-requests") as server:
         connection = begin(server, LONG | {"n": 16})
         server.process.send_signal(signal.SIGTERM)
@@ -342,7 +342,7 @@ def test_told_to_end_it_finishes_what_runs_and_takes_nothing_new() -> None:
         assert any("'abc' ->" in line for line in server.lines)
 
 
-def test_what_is_unfinished_when_the_time_to_drain_is_over_ends_with_an_error(tmp_path: Path) -> None:
+def test_requests_beyond_drain_timeout_end_with_an_error(tmp_path: Path) -> None:
     (tmp_path / "short.toml").write_text("[server]\ndrain_timeout_s = 0.1\n")
     options = ("--max-batch-size", "1", "--max-sequence-length", "4096", "--config", str(tmp_path / "short.toml"))
     with serving(*options) as server:
@@ -355,7 +355,7 @@ def test_what_is_unfinished_when_the_time_to_drain_is_over_ends_with_an_error(tm
         assert any("was cut off" in line for line in server.lines)
 
 
-def test_told_to_end_while_its_engine_is_imported_it_ends_in_one_line() -> None:
+def test_ctrl_c_during_imports_ends_in_one_line() -> None:
     process = subprocess.Popen(
         [sys.executable, "-m", "graphdecode", "serve", "--model", "demo", "--port", "0", "--device", "cpu"],
         stderr=subprocess.PIPE,
@@ -374,7 +374,7 @@ def test_told_to_end_while_its_engine_is_imported_it_ends_in_one_line() -> None:
     until(lambda: not Path(f"/proc/{engine}").exists())
 
 
-def test_told_twice_it_ends_at_once() -> None:
+def test_a_second_sigterm_ends_at_once() -> None:
     with serving("--max-batch-size", "2", "--max-sequence-length", "4096") as server:
         connection = begin(server, LONG | {"n": 16})
         server.process.send_signal(signal.SIGTERM)

@@ -49,7 +49,7 @@ def alone() -> Iterator[LLM]:
         yield llm
 
 
-def test_the_model_is_listed_under_the_name_that_was_asked_for(client: openai.OpenAI) -> None:
+def test_the_model_is_listed_by_its_name(client: openai.OpenAI) -> None:
     (model,) = client.models.list().data
     assert model.id == "demo"
     assert client.models.retrieve("demo").id == "demo"
@@ -65,7 +65,7 @@ def test_a_completion_is_what_the_library_gives(client: openai.OpenAI, alone: LL
     assert answer.usage.prompt_tokens == len(output.prompt_token_ids)
 
 
-def test_a_batch_of_texts_and_of_token_ids_keeps_its_order(client: openai.OpenAI, alone: LLM) -> None:
+def test_choices_are_in_the_order_of_texts_and_token_ids(client: openai.OpenAI, alone: LLM) -> None:
     prompts = ["rev oceanic=", "12+30=", "sort zebra="]
     expected = ["cinaeco", "42", "aberz"]
     answer = client.completions.create(model="demo", prompt=prompts, max_tokens=16, temperature=0)
@@ -89,7 +89,7 @@ def test_sampled_answers_are_those_of_the_library(client: openai.OpenAI, alone: 
     assert [choice.token_ids for choice in answer.choices] == [output.token_ids for output in expected.outputs]
 
 
-def test_a_stream_says_the_same_piece_by_piece_and_ends_with_its_usage(client: openai.OpenAI) -> None:
+def test_a_stream_has_the_same_text_and_ends_with_usage(client: openai.OpenAI) -> None:
     pieces = list(
         client.completions.create(
             model="demo", prompt="rev oceanic=", max_tokens=16, temperature=0, n=2, stream=True,
@@ -215,7 +215,7 @@ def test_a_chats_answer_begins_with_the_message_that_it_goes_on_with(served: Ser
     assert "".join(deltas) == "42"
 
 
-def test_a_chat_with_a_model_without_a_template_is_told_where_to_go(client: openai.OpenAI) -> None:
+def test_a_chat_without_a_template_is_refused_with_advice(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="no chat template: use /v1/completions.*--chat-template"):
         client.chat.completions.create(model="demo", messages=[{"role": "user", "content": "12+30="}])
 
@@ -385,7 +385,7 @@ def answered(events: list[Event]) -> RequestOutput:
     return output
 
 
-def test_parts_say_together_what_one_event_says() -> None:
+def test_parts_of_an_event_add_up_to_it() -> None:
     parts = in_parts(event(), 1000)
     assert len(parts) > 20
     assert all(len(part.prompt_logprobs or ()) * 21 <= 1000 for part in parts)

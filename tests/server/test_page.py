@@ -69,7 +69,7 @@ def answer_of(page: Any) -> str:
     return str(page.inner_text(".turn.assistant:last-child p")).strip()
 
 
-def test_a_question_is_answered_and_each_token_tells_its_odds(page: Any) -> None:
+def test_a_question_is_answered_and_each_token_shows_its_probability(page: Any) -> None:
     ask(page, "417+385=")
     assert answer_of(page) == "802"
     assert "tokens/s" in page.inner_text("#speed")
@@ -79,7 +79,7 @@ def test_a_question_is_answered_and_each_token_tells_its_odds(page: Any) -> None
     assert page.complaints == []
 
 
-def test_conversations_are_kept_side_by_side_and_survive_a_reload(page: Any) -> None:
+def test_conversations_are_listed_and_survive_a_reload(page: Any) -> None:
     ask(page, "12+30=")
     assert answer_of(page) == "42"
     page.click("#new")
@@ -160,7 +160,7 @@ print("<b>hi</b>")
 """
 
 
-def test_an_answer_is_shown_as_markdown_whose_tokens_tell_their_odds(page: Any) -> None:
+def test_an_answer_is_markdown_whose_tokens_show_their_probability(page: Any) -> None:
     page.evaluate(
         """(text) => {
           state.hasTemplate = true;
@@ -186,7 +186,7 @@ def test_an_answer_is_shown_as_markdown_whose_tokens_tell_their_odds(page: Any) 
     assert page.complaints == []
 
 
-def test_a_wrong_key_is_said_and_the_message_stays_in_the_input(page: Any) -> None:
+def test_a_wrong_key_is_an_error_and_the_message_stays_in_the_input(page: Any) -> None:
     ask(page, "1+1=", key="wrong")
     page.wait_for_selector("#error:not([hidden])")
     assert "API key" in page.inner_text("#error")

@@ -184,7 +184,7 @@ def test_words_and_tokens_that_are_named_again_count_once() -> None:
     assert (many.allowed_token_ids, many.stop_token_ids) == ((50, 49), (49,))  # what each answer takes along
 
 
-def test_a_tokenizer_that_fails_at_a_word_is_the_askers_fault() -> None:
+def test_a_bad_word_that_the_tokenizer_refuses_is_an_argument_error() -> None:
     input_processor = InputProcessor(RULES, 0, demo_tokenizer())
     with pytest.raises(ArgumentError, match="bad_words"):
         input_processor.tokenized_params(SamplingParams(bad_words=["\ud800"]))

@@ -67,7 +67,7 @@ def test_what_was_used_longest_ago_is_forgotten_from_its_end() -> None:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_nobody_is_ahead_of_the_least_loaded_by_more_than_the_slack_and_a_prefix_decides_within_it(seed: int) -> None:
+def test_load_differs_by_at_most_the_slack_within_which_prefixes_decide(seed: int) -> None:
     draw = random.Random(seed)
     for _ in range(200):
         loads = {replica: draw.randrange(12) for replica in range(draw.randrange(1, 8))}
@@ -87,7 +87,7 @@ def test_equals_have_turns_by_chance() -> None:
     assert all(900 < counts[each] < 1100 for each in "abcd")  # 3.6 standard deviations
 
 
-def test_long_answers_count_though_their_replica_has_said_nothing_for_long() -> None:
+def test_requests_in_flight_count_without_reports_of_their_replica() -> None:
     own: RequestsInFlight[str] = RequestsInFlight()
     for _ in range(30):
         own.sent("long")
@@ -204,13 +204,15 @@ WHOLE: list[Message | Exception] = [PLAIN, body(b"{}", more=False)]
         ([EVENTS, body(RESTARTING)], ["busy"]),
     ],
 )
-def test_what_had_not_begun_is_asked_of_another(first: list[Message | Exception], avoided: list[str]) -> None:
+def test_a_response_that_has_not_begun_is_retried_elsewhere(
+    first: list[Message | Exception], avoided: list[str]
+) -> None:
     script = Script(first, WHOLE)
     assert answer(script).status_code == 200
     assert script.avoided == [[], avoided]
 
 
-def test_a_stream_that_had_begun_ends_with_an_error_that_says_so_and_is_not_asked_for_again() -> None:
+def test_a_stream_that_has_begun_ends_with_an_error_and_is_not_retried() -> None:
     script = Script([EVENTS, body(b"data: {}\n\n"), LOST], WHOLE)
     first, error, done, end = answer(script).text.split("\n\n")
     assert (first, done, end) == ("data: {}", "data: [DONE]", "")

@@ -231,7 +231,7 @@ def test_fields_that_cannot_be_honoured_are_named(preprocessor, fields, named):
 
 
 @pytest.mark.parametrize("prompt", [[[]], [[49], []]])
-def test_a_prompt_without_tokens_is_told_so(preprocessor: Preprocessor, prompt: Any) -> None:
+def test_a_prompt_without_tokens_is_refused(preprocessor: Preprocessor, prompt: Any) -> None:
     with pytest.raises(HttpError, match="the prompt is empty: it must have at least one token id"):
         prepared(preprocessor, "/v1/completions", {"prompt": prompt})
     with pytest.raises(HttpError, match="temperature must be a number >= 0 and at most 1e.30, got 1e.38"):

@@ -141,7 +141,7 @@ def test_a_call_has_an_id_that_all_templates_take() -> None:
     assert all(len(name) == 9 and name.isalnum() and name.isascii() for name in ids)
 
 
-def test_content_is_not_held_back_longer_than_it_may_be_a_call() -> None:
+def test_content_is_released_once_it_cannot_be_a_call() -> None:
     reader = ToolCallReader(HERMES, NAMES)
     assert reader.feed("Hello <tool", final=False) == ("Hello", [])
     assert reader.feed("box>", final=False) == (" <toolbox>", [])
@@ -149,20 +149,20 @@ def test_content_is_not_held_back_longer_than_it_may_be_a_call() -> None:
     assert reader.feed("Hello", final=False) == ("Hello", [])
 
 
-def test_a_call_is_told_as_soon_as_it_is_whole() -> None:
+def test_a_call_is_returned_once_complete() -> None:
     reader = ToolCallReader(HERMES, NAMES)
     assert reader.feed(f"<tool_call>{ADD_JSON}</tool_call", final=False) == ("", [])
     assert [call.name for call in reader.feed(">", final=False)[1]] == ["add"]
 
 
 @pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
-def test_a_template_tells_its_format(form: ToolFormat) -> None:
+def test_a_template_determines_the_tool_format(form: ToolFormat) -> None:
     assert format_of(f"{{{{ x }}}}{form.marker}") is form
     assert format_of("{{ messages }}") is None
     assert format_of(None) is None
 
 
-def test_a_template_of_ones_own_is_what_conversations_go_through(tmp_path: Path) -> None:
+def test_chat_template_renders_the_conversations(tmp_path: Path) -> None:
     """With a server, by flag and by key; the demo's own knows of no tools."""
     file, config = tmp_path / "own.jinja", tmp_path / "own.toml"
     file.write_text("{% for tool in tools or [] %}<tool_call>{{ tool }}{% endfor %}{{ messages[-1].content }}=")
@@ -235,7 +235,7 @@ def prompt_of(served: Served, **fields: Any) -> str:
     return str(httpx.post(f"{address}/detokenize", json={"tokens": tokens}, timeout=60).json()["prompt"])
 
 
-def test_a_call_that_must_come_has_the_form_of_its_function(served: Served) -> None:
+def test_a_required_call_matches_its_function(served: Served) -> None:
     for choice, names in (("required", {"weather", "square"}), (NAMED, {"square"})):
         for seed in range(4):
             answer = answer_of(served, tool_choice=choice, seed=seed)
@@ -279,7 +279,7 @@ def test_parameters_without_a_type_are_those_of_an_object(served: Served) -> Non
         assert json.loads(call["function"]["arguments"]) in ({"n": 7}, {"n": 8})
 
 
-def test_numbers_of_parameters_are_kept_or_refused(served: Served) -> None:
+def test_numbers_of_parameters_are_enforced_or_refused(served: Served) -> None:
     schema = {"type": "object", "properties": {"id": {"const": 2**53 + 1}}, "required": ["id"]}
     tool = {"type": "function", "function": {"name": "find", "parameters": schema}}
     refused = response_to(served, messages=ASKED, tools=[tool], tool_choice="required")
@@ -290,7 +290,7 @@ def test_numbers_of_parameters_are_kept_or_refused(served: Served) -> None:
     assert call["function"]["arguments"] == '{"id": 9007199254740991}'
 
 
-def test_the_servers_own_id_is_taken_in_the_next_turn(served: Served) -> None:
+def test_the_servers_call_id_is_valid_in_the_next_turn(served: Served) -> None:
     refuses = "{% for m in messages %}{% for c in m.tool_calls or [] %}{% if c.id | length != 9 %}"
     template = (
         f"{refuses}{{{{ raise_exception('nine letters') }}}}{{% endif %}}{{% endfor %}}{{% endfor %}}[TOOL_CALLS]"
@@ -311,14 +311,14 @@ def test_the_same_call_comes_as_a_stream(served: Served) -> None:
     assert whole["name"] == "square"
 
 
-def test_an_answer_that_may_be_words_is_held_to_nothing(served: Served) -> None:
+def test_tool_choice_auto_constrains_nothing(served: Served) -> None:
     free = answer_of(served, tool_choice="auto", temperature=0)
     assert "tool_calls" not in free["message"]
     assert free["message"]["content"]
     assert "tool_calls" not in answer_of(served, tool_choice="none", temperature=0)["message"]
 
 
-def test_the_prompt_tells_of_the_tools_and_of_what_was_called(served: Served) -> None:
+def test_the_prompt_describes_tools_and_earlier_calls(served: Served) -> None:
     prompt = prompt_of(served, messages=CALLED, tools=[SQUARE])
     assert prompt.startswith("system: You can call these functions")
     assert json.dumps(SQUARE["function"]) in prompt
@@ -346,7 +346,7 @@ def test_earlier_calls_are_in_words_where_no_tools_are_offered(served: Served) -
     assert "functions" not in prompt
 
 
-def test_of_several_templates_the_one_for_tools_says_how_calls_are_written() -> None:
+def test_the_template_for_tools_determines_the_tool_format() -> None:
     tokenizer = demo_tokenizer()
     preprocessor = demo_preprocessor(tokenizer, tokens=2048)
 
@@ -368,7 +368,7 @@ def test_of_several_templates_the_one_for_tools_says_how_calls_are_written() -> 
             prepared(tools=[SQUARE])
 
 
-def test_what_is_said_follows_the_choice_and_the_messages() -> None:
+def test_the_tool_description_follows_tool_choice_and_messages() -> None:
     tools, system = [WEATHER], {"role": "system", "content": "Be short."}
 
     def content(choice: Any, messages: list[Any]) -> str:

@@ -69,6 +69,6 @@ def test_an_endpoint_makes_a_tracer_and_a_wrong_one_is_refused() -> None:
         ServerConfig(otlp_traces_endpoint="nowhere")
 
 
-def test_opentelemetry_is_imported_by_who_asks_for_traces_alone() -> None:
+def test_opentelemetry_is_imported_only_for_traces() -> None:
     code = "import sys, graphdecode.server.service; print('opentelemetry' in sys.modules)"
     assert run_python(code).strip() == "False"

@@ -105,7 +105,7 @@ def test_closing_ends_what_tasks_wait_for_with_an_error() -> None:
     asyncio.run(main())
 
 
-def test_a_step_that_fails_is_told_to_every_task(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_step_raises_in_every_task(monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
         async with AsyncLLM("demo", config=CONFIG) as llm:
             scheduler = llm.llm.engine.scheduler
@@ -137,7 +137,7 @@ def test_rounds_that_another_thread_does_bring_news_too() -> None:
     asyncio.run(main())
 
 
-def test_reading_a_form_for_seconds_holds_up_neither_the_loop_nor_other_answers(monkeypatch):
+def test_compiling_a_grammar_blocks_neither_the_loop_nor_other_requests(monkeypatch):
     async def main() -> None:
         async with AsyncLLM("demo", config=CONFIG) as llm:
             grammars, seen = llm.llm.input_processor.grammars, []

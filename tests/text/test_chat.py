@@ -95,12 +95,12 @@ def test_tools_and_variables_reach_the_template(tokenizer: Any) -> None:
         ([[TURNS[0]], TURNS[0]], "got {"),
     ],
 )
-def test_malformed_messages_are_refused_by_their_place(llm: LLM, messages: Any, complaint: str) -> None:
+def test_malformed_messages_are_refused_by_index(llm: LLM, messages: Any, complaint: str) -> None:
     with pytest.raises(GraphdecodeError, match=complaint):
         llm.chat(messages, chat_template=TEMPLATE)
 
 
-def test_a_role_is_taken_if_the_template_shows_its_message(tokenizer: Any) -> None:
+def test_other_roles_need_a_template_that_shows_their_messages(tokenizer: Any) -> None:
     turns = [TURNS[1], {"role": "critic", "content": "Too long."}]
     assert "[critic]Too long." in render_chat(tokenizer, turns, chat_template=TEMPLATE).text
     users = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
@@ -109,7 +109,7 @@ def test_a_role_is_taken_if_the_template_shows_its_message(tokenizer: Any) -> No
 
 
 @pytest.mark.parametrize("content", [{}, {"content": None}, {"content": ""}])
-def test_an_assistant_may_have_said_nothing(tokenizer: Any, content: dict[str, Any]) -> None:
+def test_an_assistants_content_may_be_empty(tokenizer: Any, content: dict[str, Any]) -> None:
     turns = [TURNS[1], {"role": "assistant", **content}, TURNS[3]]
     assert "[assistant]<" in render_chat(tokenizer, turns, chat_template=TEMPLATE).text
 
@@ -129,7 +129,7 @@ def test_what_a_template_refuses_is_an_error_in_its_words(tokenizer: Any) -> Non
             render_chat(tokenizer, TURNS, chat_template=template)
 
 
-def test_a_model_without_a_template_says_what_to_give(llm: LLM, tmp_path: Path) -> None:
+def test_a_chat_without_a_template_names_chat_template(llm: LLM, tmp_path: Path) -> None:
     with pytest.raises(GraphdecodeError, match="chat_template"):
         llm.chat(TURNS)
     (tmp_path / "last.jinja").write_text(LAST)
@@ -179,7 +179,7 @@ def test_the_end_of_a_turn_is_found_where_there_is_one(unaware: Path) -> None:
     assert ends.ending(SamplingParams(ignore_eos=True)).stop_token_ids is None
 
 
-def test_asyncio_gives_the_same_answers(llm: LLM) -> None:
+def test_async_llm_chats_like_llm(llm: LLM) -> None:
     async def answer() -> tuple[str | None, str, str | None]:
         async with AsyncLLM("demo", max_batch_size=2, max_sequence_length=256) as asynchronous:
             async for output in asynchronous.chat(TURNS, GREEDY, chat_template=LAST):
@@ -256,7 +256,7 @@ def test_an_answer_that_is_left_stays_as_far_as_it_came(conversation: Conversati
     assert "".join(conversation.say("12+30="))
 
 
-def test_reset_forgets_what_was_said(conversation: Conversation) -> None:
+def test_reset_drops_all_messages(conversation: Conversation) -> None:
     first = "".join(conversation.say("12+30="))
     conversation.reset()
     assert conversation.messages == []

@@ -82,7 +82,7 @@ def test_the_ids_of_sentencepiece_are_those_of_llama_cpp(tmp_path: Path, spaced:
         assert tokenizer(line).input_ids == ids, line
 
 
-def test_merges_that_gemma_4_lists_give_the_ids_that_scores_give(tmp_path: Path) -> None:
+def test_gemma_4s_merges_tokenize_as_scores_do(tmp_path: Path) -> None:
     tokens, scores = WRITTEN["pieces"]["tokens"], WRITTEN["pieces"]["scores"]
     made = [tokens[index] for index in sorted(range(len(tokens)), key=lambda index: -scores[index])]
     cuts = [(token[:at], token[at:]) for token in made for at in range(1, len(token))]
@@ -193,7 +193,7 @@ def test_smollm2_has_the_ids_of_llama_cpp_and_its_own_template() -> None:
     assert check_model(path).eos_token_ids == (0, 2)
 
 
-def test_of_a_merge_that_is_listed_twice_the_first_place_counts(tmp_path: Path) -> None:
+def test_of_a_duplicate_merge_the_first_counts(tmp_path: Path) -> None:
     writer = gguf.GGUFWriter(tmp_path / "v.gguf", "llama")
     writer.add_token_list(["t", "h", "e", "th", "he"])
     writer.add_token_types([1] * 5)

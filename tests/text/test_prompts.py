@@ -220,7 +220,7 @@ def test_the_last_tokens_of_a_longer_prompt_are_kept(small_llm: LLM) -> None:
 
 
 @pytest.mark.parametrize(("max_tokens", "length"), [(8, 56), (1, 63), (None, 63), (64, 63), (1000, 63)])
-def test_minus_one_keeps_what_leaves_room_for_the_answer(small_llm: LLM, max_tokens: int | None, length: int) -> None:
+def test_minus_one_truncates_to_leave_room_for_the_output(small_llm: LLM, max_tokens: int | None, length: int) -> None:
     long = [97 + i % 26 for i in range(100)]
     assert kept(small_llm, long, max_tokens, -1) == long[-length:]
 
@@ -299,7 +299,7 @@ def test_special_tokens_that_follow_one_another_stand_side_by_side_where_that_is
     assert text + detokenizer.take(final=True) == expected
 
 
-def test_special_tokens_are_shown_where_that_is_asked_for(small_llm: LLM) -> None:
+def test_special_tokens_are_in_the_text_without_skip_special_tokens(small_llm: LLM) -> None:
     end = small_llm.tokenizer.decode([257])
     shown = replace(LONGER, skip_special_tokens=False, include_stop_str_in_output=True)
     assert small_llm.generate("12+30=", shown)[0].outputs[0].text == "42" + end
@@ -338,7 +338,7 @@ def test_printed_figures_are_a_summary_of_one_line() -> None:
     assert "deque" not in repr(llm.stats)
 
 
-def test_times_of_steps_are_told_in_milliseconds() -> None:
+def test_stats_show_step_times_in_milliseconds() -> None:
     stats = EngineStats(step_seconds=deque([0.9] * 99 + [2.5]))
     assert "0 decode steps, 900.00 ms per token p50, 916.00 p99;" in str(stats)
     stats.batch_sizes[3], stats.bucket_steps[4] = 2, 2
@@ -346,12 +346,12 @@ def test_times_of_steps_are_told_in_milliseconds() -> None:
 
 
 @pytest.mark.parametrize("attempt", [pickle.dumps, copy.copy, copy.deepcopy])
-def test_an_llm_says_that_it_cannot_be_pickled(small_llm: LLM, attempt: object) -> None:
+def test_an_llm_cannot_be_pickled(small_llm: LLM, attempt: object) -> None:
     with pytest.raises(TypeError, match="LLM"):
         attempt(small_llm)
 
 
-def test_what_a_request_takes_and_gives_can_be_pickled(small_llm: LLM) -> None:
+def test_parameters_and_outputs_can_be_pickled(small_llm: LLM) -> None:
     params = SamplingParams(temperature=0.0, logprobs=1)
     (output,) = small_llm.generate("12+30=", params, use_tqdm=False)
     assert pickle.loads(pickle.dumps(params)) == params

@@ -135,7 +135,7 @@ def test_copies_of_models_with_experts_answer_as_these_rounded_while_they_are_re
     assert answers(made, quantize="gguf") == answers(model, quantize="q8_0")
 
 
-def test_the_library_finds_all_experts_of_a_file_in_their_places(tmp_path: Path) -> None:
+def test_gguf_reads_all_experts_of_a_written_file(tmp_path: Path) -> None:
     model = sparse_checkpoint("GptOss", tmp_path / "model")
     plain = load_file(model / "model.safetensors")
     stored = {each.name: each for each in gguf.GGUFReader(copy(model, tmp_path / "copy.gguf", "q8_0")).tensors}
@@ -158,14 +158,14 @@ def test_transformers_reads_a_copy_of_a_model_with_experts(tmp_path: Path) -> No
         assert float((theirs(ids).logits - plain(ids).logits).norm() / plain(ids).logits.norm()) < 0.05
 
 
-def test_llamas_rope_is_kept_in_a_file_of_gguf(tmp_path: Path) -> None:
+def test_a_gguf_file_has_llamas_rope(tmp_path: Path) -> None:
     rope = LLAMA3 | {"original_max_position_embeddings": 8192}
     model = checkpoint(tmp_path / "model", rope_parameters=rope, max_position_embeddings=65536)
     made = copy(model, tmp_path / "copy.gguf", "q4_k")  # of 64 columns: blocks of 32, with five bits
     assert answers(made, quantize="gguf") == answers(model, quantize="q4_k")
 
 
-def test_what_gguf_cannot_say_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+def test_a_model_that_gguf_cannot_describe_is_refused_before_writing(tmp_path: Path) -> None:
     rope = LLAMA3 | {"original_max_position_embeddings": 32}
     model = checkpoint(tmp_path / "model", rope_parameters=rope)
     with pytest.raises(UnsupportedModelError, match="cannot express that Llama 3.1's rope has other numbers"):
@@ -200,7 +200,7 @@ def test_an_interrupted_copy_leaves_nothing_and_what_was_there(model, tmp_path, 
     assert (made / "model.safetensors").read_bytes() == before
 
 
-def test_a_copy_is_replaced_where_that_is_asked_for(model: Path, tmp_path: Path) -> None:
+def test_overwrite_replaces_a_copy(model: Path, tmp_path: Path) -> None:
     made = copy(model, tmp_path / "copy", "int4")
     with pytest.raises(ArgumentError, match="is there already; --overwrite"):
         copy(model, made, "int8")
@@ -226,7 +226,7 @@ def test_a_gguf_file_is_expanded_and_rounded_anew(tmp_path: Path) -> None:
         copy(file, file, "q4_k", overwrite=True)
 
 
-def test_blocks_are_kept_of_a_gguf_file_alone(model: Path) -> None:
+def test_quantize_gguf_needs_a_gguf_file(model: Path) -> None:
     with pytest.raises(ArgumentError, match="quantize='gguf' is for weights that are stored so"):
         LLM(model, quantize="gguf")
 

@@ -220,7 +220,7 @@ def test_law_9_masks_that_are_filled_beside_the_step_give_the_same_answers(llm, 
     assert [answer.finish_reason for answer in found[0][3:]] == ["length"]
 
 
-def test_an_answer_that_gave_way_goes_on_where_it_was() -> None:
+def test_a_preempted_structured_output_resumes() -> None:
     asked = [wild(seed, 60, json={"type": "array", "items": {"type": "integer"}, "minItems": 9}) for seed in range(6)]
     with LLM("demo", max_batch_size=6, max_sequence_length=80, page_size=4) as llm:
         expected = [output.outputs[0] for output in answers(llm, asked)]
@@ -229,7 +229,7 @@ def test_an_answer_that_gave_way_goes_on_where_it_was() -> None:
         assert llm.num_preemptions
 
 
-def test_an_answer_ends_with_what_completes_it_and_a_cut_one_says_so(llm: LLM) -> None:
+def test_a_structured_output_ends_when_complete_or_with_length(llm: LLM) -> None:
     (output,) = answers(llm, [wild(1, 3, choice=["yes"])])
     assert (output.outputs[0].text, output.outputs[0].finish_reason) == ("yes", "stop")
     assert len(output.outputs[0].token_ids) == 3
@@ -261,7 +261,7 @@ def test_the_most_choices_are_followed_to_their_end(llm: LLM) -> None:
     assert {output.outputs[0].finish_reason for output in outputs} == {"stop"}
 
 
-def test_forms_of_each_kind(llm: LLM) -> None:
+def test_structured_outputs_of_each_kind(llm: LLM) -> None:
     matched = re.compile(r"\d{2}-[a-z]{1,4}")
     one = {"type": "object", "properties": {"b": {"enum": [1]}}, "required": ["b"]}
     both = {**one, "properties": {"b": {"enum": [1]}, "a": {"enum": [2]}}, "required": ["b", "a"]}
@@ -300,7 +300,7 @@ def test_forms_of_each_kind(llm: LLM) -> None:
         ({"json": {"description": "x" * 2**20}}, "json .*1048576"),
     ],
 )
-def test_what_cannot_be_kept_is_refused_with_its_keyword_before_any_prompt_runs(llm, form, message):
+def test_an_unenforceable_keyword_is_refused_before_any_prompt_runs(llm, form, message):
     plain = SamplingParams(temperature=0.0, max_tokens=8)
     with pytest.raises(ArgumentError, match=message):
         llm.generate(["417+385=", "x"], [plain, wild(1, **form)], use_tqdm=False)
@@ -320,12 +320,12 @@ def test_what_cannot_be_kept_is_refused_with_its_keyword_before_any_prompt_runs(
         ({"json_object": 7}, "json_object must be"),
     ],
 )
-def test_what_is_no_form_is_refused_where_it_is_made(form: dict[str, Any], message: str) -> None:
+def test_invalid_structured_outputs_params_are_refused(form: dict[str, Any], message: str) -> None:
     with pytest.raises(ArgumentError, match=message):
         StructuredOutputsParams(**form)
 
 
-def test_the_engine_refuses_forms_that_are_not_resolved_and_two_masks_for_one_row(llm: LLM) -> None:
+def test_the_engine_refuses_unresolved_structured_outputs_and_two_masks(llm: LLM) -> None:
     with pytest.raises(RequestError, match="structured_outputs must be resolved above it"):
         llm.engine.add(Request([97], wild(1, regex="a")))
     with pytest.raises(RequestError, match="not together with allowed_token_ids"):
@@ -336,7 +336,7 @@ def test_the_engine_refuses_forms_that_are_not_resolved_and_two_masks_for_one_ro
         SamplingParams(structured_outputs={"regex": "a"})  # type: ignore[arg-type]
 
 
-def test_rows_without_a_form_upload_no_mask(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unconstrained_rows_upload_no_mask(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     runner, staged = llm.engine.runner, []
     stage = runner.step.stage_masks
     monkeypatch.setattr(runner.step, "stage_masks", lambda masks: (staged.append(list(masks)), stage(masks)))
@@ -351,7 +351,7 @@ def test_rows_without_a_form_upload_no_mask(llm: LLM, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("beside", [{}, {"ignore_eos": True}, {"stop_token_ids": [120, 121]}], ids=str)
-def test_a_form_counts_for_more_than_min_tokens_which_hold_where_it_goes_on(llm: LLM, beside: dict[str, Any]) -> None:
+def test_structured_outputs_take_precedence_over_min_tokens(llm: LLM, beside: dict[str, Any]) -> None:
     schema = {"type": "object", "properties": {"a": {"enum": ["b"]}}, "required": ["a"], "additionalProperties": False}
     forms: list[tuple[dict[str, Any], str]] = [
         ({"choice": ["left", "right"]}, "left|right"),
@@ -370,14 +370,14 @@ def test_a_form_counts_for_more_than_min_tokens_which_hold_where_it_goes_on(llm:
         assert re.fullmatch(expected, output.outputs[0].text), form
 
 
-def test_bad_words_that_forbid_all_that_a_form_allows_are_named(llm: LLM) -> None:
+def test_bad_words_that_forbid_all_allowed_tokens_are_an_error(llm: LLM) -> None:
     params = SamplingParams(bad_words=["x"], structured_outputs=StructuredOutputsParams(choice=["x"]))
     (output,) = answers(llm, [params])
     assert output.error is not None
     assert "its grammar cannot be followed further: bad_words forbid all" in output.error
 
 
-def test_the_token_that_ends_a_form_is_none_of_its_text_where_it_is_ignored_too(llm: LLM) -> None:
+def test_the_end_of_a_structured_output_is_not_in_its_text(llm: LLM) -> None:
     form = StructuredOutputsParams(regex="[0-9]{4,26}")
     params = SamplingParams(
         temperature=0.0, max_tokens=40, structured_outputs=form, ignore_eos=True, skip_special_tokens=False
@@ -388,7 +388,7 @@ def test_the_token_that_ends_a_form_is_none_of_its_text_where_it_is_ignored_too(
 
 
 @pytest.mark.parametrize("form", [{"regex": "[abcxyz]{2,19}"}, {"json": {"type": "integer"}}])
-def test_a_model_without_an_end_ends_a_form_where_nothing_can_follow(tmp_path: Any, form: dict[str, Any]) -> None:
+def test_without_eos_a_structured_output_ends_where_nothing_can_follow(tmp_path: Any, form: dict[str, Any]) -> None:
     ends = {"config": {"eos_token_id": None}, "generation_config": {"eos_token_id": None}}
     folder = demo_copy(tmp_path / "model", **ends, tokenizer_config={"eos_token": None})
     with LLM(folder, max_batch_size=2, max_sequence_length=128, device="cpu") as endless:

@@ -141,7 +141,7 @@ def test_an_answer_whose_text_cannot_be_made_fails_alone(llm: LLM, monkeypatch: 
     assert llm.cache.pool.used == 0
 
 
-def test_who_sees_an_answer_finished_sees_all_of_it(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_finished_output_is_complete_in_every_thread(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """The last text is slow to come; another thread that waits for it must not be handed less."""
     params = SamplingParams(temperature=0.0, max_tokens=6)
     expected = llm.generate("417+385=", params)[0].outputs[0].text

@@ -57,7 +57,7 @@ def test_a_space_that_depends_on_the_token_before_is_right_too(make) -> None:
 
 @pytest.mark.parametrize("skip", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
-def test_random_tokens_have_the_text_that_the_tokenizer_gives_them(kind: str, skip: bool) -> None:
+def test_random_tokens_have_the_tokenizers_text(kind: str, skip: bool) -> None:
     tokenizer, draw = KINDS[kind](), random.Random(6)
     single = [t for t in range(tokenizer.get_vocab_size()) if "\ufffd" not in tokenizer.decode([t])]
     for _ in range(50):

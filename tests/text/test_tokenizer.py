@@ -57,7 +57,7 @@ def test_it_costs_no_import_of_models() -> None:
         ({"added_tokens_decoder": {"0": {"content": "<|bos|>", "special": False}}}, False),
     ],
 )
-def test_what_asks_for_more_than_its_json_says_is_left_to_transformers(tmp_path, changes, is_light):
+def test_settings_beyond_tokenizer_json_are_left_to_transformers(tmp_path, changes, is_light):
     folder = demo_copy(tmp_path / "model", tokenizer_config=changes)
     ours, theirs = load_tokenizer(folder), AutoTokenizer.from_pretrained(folder)
     assert isinstance(ours, LightTokenizer) is is_light
@@ -108,7 +108,7 @@ def test_tokens_and_texts_are_those_of_transformers(tmp_path: Path, vocabulary: 
     assert light.special_tokens_map == whole.special_tokens_map
 
 
-def test_what_a_call_of_the_whole_tokenizer_asked_for_is_not_kept(tmp_path: Path) -> None:
+def test_truncation_of_the_full_tokenizer_does_not_persist(tmp_path: Path) -> None:
     light, _ = pair(tmp_path / "v.gguf", "pieces", lambda writer: None)
     before = light(LINES[:3]).input_ids
     light(LINES[:3], truncation=True, max_length=4)
