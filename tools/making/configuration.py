@@ -53,6 +53,12 @@ _VARIABLES = [  # name, what it takes, what holds if it is left out, meaning
         "Instructions of the compiled kernels; a set that the processor lacks is refused. Torch's operators do not "
         "follow it.",
     ),
+    (
+        "GRAPHDECODE_NVRTC",
+        "0",
+        "CUDA C++ kernels if NVRTC is there",
+        "0 (no, off, false): on a GPU no [CUDA C++](kernels.md) is compiled; Triton's kernels serve.",
+    ),
     ("CC", "a command", "the first of `cc`, `gcc` and `clang`", "The C compiler."),
 ]
 _FILE_HEADER = "# graphdecode's defaults: change a copy of this file; every key is optional.\n"
