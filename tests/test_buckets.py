@@ -1,7 +1,5 @@
 """Law 3: every batch size 1..max_batch_size has a bucket, whatever the configuration says."""
 
-import random
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -23,13 +21,6 @@ def test_auto_ladders_have_no_hole_for_any_capacity(max_graphs: int) -> None:
         ladder = BucketLadder.auto(max_batch_size, max_graphs)
         assert len(ladder) <= max_graphs
         assert_no_hole(ladder, max_batch_size)
-
-
-def test_random_lists_have_no_hole() -> None:
-    rng = random.Random(5)
-    for max_batch_size in range(1, 601):
-        sizes = [rng.randint(1, max_batch_size) for _ in range(rng.randint(0, 12))]
-        assert_no_hole(BucketLadder(sizes, max_batch_size), max_batch_size)
 
 
 @given(st.integers(1, 200).flatmap(lambda top: st.tuples(st.just(top), st.lists(st.integers(1, top)))))

@@ -13,7 +13,6 @@ import pytest
 from demo_tasks import TASKS, sample
 from graphdecode import LLM, RequestError, SamplingParams
 from graphdecode.engine.request import RequestRules
-from graphdecode.engine.steps import RowSampling
 
 MakeLLM = Callable[..., LLM]
 
@@ -74,18 +73,6 @@ def test_the_company_changes_nothing(make_llm: MakeLLM) -> None:
     assert_nothing_held(together)
 
 
-@pytest.mark.parametrize("prefix_cache", [True, False])
-def test_running_out_of_pages_preempts_and_changes_no_answer(make_llm: MakeLLM, prefix_cache: bool) -> None:
-    prompts = random_prompts(10, 30, seed=2)
-    params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
-    roomy = make_llm(max_batch_size=8)
-    tight = make_llm(max_batch_size=8, page_size=4, total_num_pages=24, prefix_cache=prefix_cache)
-    assert tokens(tight.generate(prompts, params)) == tokens(roomy.generate(prompts, params))
-    assert tight.num_preemptions > 0
-    assert roomy.num_preemptions == 0
-    assert_nothing_held(tight)
-
-
 def test_sampled_answers_depend_on_the_seed_alone(make_llm: MakeLLM) -> None:
     prompts = random_prompts(9, 20, seed=3)
     params = [SamplingParams(temperature=0.8, top_p=0.95, seed=i, max_tokens=12) for i in range(9)]
@@ -120,16 +107,6 @@ def test_at_leisure_what_prompts_wait_for_is_captured_and_changes_no_answer(make
     assert "captured" in states("prompts")
     lazy.graphs.freeze()
     assert tokens(lazy.generate(prompt, GREEDY)) == expected
-
-
-@pytest.mark.parametrize("steps_per_launch", [1, 3, 8])
-def test_several_steps_a_launch_change_no_answer(make_llm: MakeLLM, llm: LLM, steps_per_launch: int) -> None:
-    prompts = task_prompts(9, seed=4)
-    params = [SamplingParams(temperature=0.0, max_tokens=3 + i, stop=["a", "1"][i % 2]) for i in range(9)]
-    loop = make_llm(steps_per_launch=steps_per_launch)
-    expected, given = llm.generate(prompts, params), loop.generate(prompts, params)
-    assert [o.outputs[0] for o in given] == [o.outputs[0] for o in expected]
-    assert_nothing_held(loop)
 
 
 def test_streams_read_in_turn_give_what_generate_gives(llm: LLM) -> None:
@@ -275,17 +252,6 @@ def test_logit_bias_forces_a_token(llm: LLM) -> None:
     assert llm.generate("12+30=", params)[0].outputs[0].token_ids == [token] * 4
 
 
-def test_a_frequency_penalty_breaks_a_repetition_also_after_preemption(make_llm: MakeLLM) -> None:
-    params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, frequency_penalty=1.5)
-    prompts = random_prompts(6, 10, seed=8)
-    roomy, tight = make_llm(max_batch_size=6), make_llm(max_batch_size=6, page_size=4, total_num_pages=22)
-    plain = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
-    penalised = tokens(roomy.generate(prompts, params))
-    assert tokens(tight.generate(prompts, params)) == penalised
-    assert tight.num_preemptions > 0
-    assert penalised != tokens(roomy.generate(prompts, plain))
-
-
 def test_an_interrupt_leaves_the_engine_clean(make_llm: MakeLLM) -> None:
     llm = make_llm()
     expected = tokens(llm.generate(["rev abc=", "12+30="], GREEDY))
@@ -302,13 +268,6 @@ def test_an_interrupt_leaves_the_engine_clean(make_llm: MakeLLM) -> None:
     timer.join()
     assert_nothing_held(llm)
     assert tokens(llm.generate(["rev abc=", "12+30="], GREEDY)) == expected
-
-
-def test_a_closed_engine_says_so(make_llm: MakeLLM) -> None:
-    llm = make_llm()
-    llm.close()
-    with pytest.raises(RuntimeError, match="closed"):
-        llm.generate("a", GREEDY)
 
 
 def test_a_common_prefix_is_prefilled_once(make_llm: MakeLLM) -> None:
@@ -355,13 +314,3 @@ def test_a_long_run_gives_every_request_the_answer_it_gets_alone_and_leaks_nothi
     ):
         if given != expected:
             assert_near_tie(alone, prompt, request, given, expected)
-
-
-def test_penalties_are_noticed() -> None:
-    def of(params: SamplingParams) -> RowSampling:
-        return RowSampling.of(params, seed=0, stop_ids=(), prompt_length=1, max_length=8, vocab_size=64)
-
-    assert not of(SamplingParams()).uses_penalties
-    assert of(SamplingParams(repetition_penalty=1.1)).uses_penalties
-    assert of(SamplingParams(presence_penalty=-1)).uses_penalties
-    assert of(SamplingParams(frequency_penalty=0.1)).uses_penalties

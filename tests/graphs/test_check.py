@@ -50,11 +50,6 @@ def test_a_bad_step_is_found_with_kind_and_line(name: str) -> None:
     assert f"{finding.file}:{finding.line}" in str(finding)
 
 
-def test_the_corpus_is_large_enough() -> None:
-    assert len(BAD_STEPS) >= 40
-    assert len(GOOD_STEPS) >= 15
-
-
 def in_a_thread(work: Callable[[], None]) -> None:
     thread = threading.Thread(target=work)
     thread.start()
@@ -159,14 +154,6 @@ def test_a_good_step_has_no_findings(name: str) -> None:
     findings = check(GOOD_STEPS[name], make_buffers(), constants=CONSTANTS)
     expected = {"mixed-rows"} if name in MIXES_ROWS else set()
     assert {finding.kind for finding in findings} == expected, [str(finding) for finding in findings]
-
-
-def test_a_check_leaves_the_slots_as_they_were() -> None:
-    buffers = make_buffers()
-    buffers.x.fill_(3.0)
-    check(GOOD_STEPS["in_place"], buffers, constants=CONSTANTS)
-    assert (buffers.x == 3.0).all()
-    assert torch.rand(2).shape == (2,)
 
 
 @pytest.mark.parametrize(

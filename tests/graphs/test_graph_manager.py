@@ -157,42 +157,6 @@ def test_law_7_a_batch_outside_the_capacity_changes_nothing(step, buffers, weigh
         assert torch.equal(tensor, before[name]), name
 
 
-def test_replay_before_capture_says_so(step, buffers, weight) -> None:
-    with pytest.raises(RuntimeError, match="bucket 4 was not captured"):
-        manager(step, buffers, weight).replay(3)
-
-
-def test_a_failing_capture_leaves_the_process_fit_to_go_on(step, buffers, weight) -> None:
-    def failing(batch: Batch) -> None:
-        if batch.size == 2:
-            batch.y.add_(float(batch.x.sum().item()))
-        step(batch)
-
-    fill(buffers, seed=5)
-    before = buffers.x.clone()
-    broken = manager(failing, buffers, weight)
-    with pytest.raises(CaptureError, match="test_graph_manager") as caught:
-        broken.capture(progress=False)
-    assert caught.value.kind == "host-read"
-    assert torch.equal(buffers.x, before)
-    with pytest.raises(RuntimeError, match="was not captured"):
-        broken.replay(8)
-    good = manager(step, buffers, weight)
-    good.capture(progress=False)
-    assert good.replay(2) == 2
-    assert torch.randn(3).shape == (3,), "no mode is left behind"
-
-
-def test_an_error_of_the_step_itself_is_named_with_its_line(buffers, weight) -> None:
-    def failing(batch: Batch) -> None:
-        raise KeyError("mine")
-
-    with pytest.raises(CaptureError, match="mine") as caught:
-        manager(failing, buffers, weight).capture(progress=False)
-    assert caught.value.kind == "failed"
-    assert isinstance(caught.value.__cause__, KeyError)
-
-
 def test_two_managers_share_a_process_and_buffers(step, buffers, weight) -> None:
     def double(batch: Batch) -> None:
         batch.y.mul_(2.0)
@@ -281,38 +245,6 @@ def test_a_hundred_captures_leave_no_memory_behind(step, buffers, weight) -> Non
     assert any(after - before < 2 * 2**20 for before, after in itertools.pairwise(resident))
 
 
-@pytest.mark.parametrize("batch_size", [3, 8])
-def test_a_bucket_is_captured_at_its_first_use(step, buffers, weight, batch_size: int) -> None:
-    graphs = captured(step, buffers, weight, capture_when="first-use")
-    eager = manager(step, buffers, weight, backend="eager")
-    eager.capture(progress=False)
-    results = []
-    for either in (graphs, eager):
-        fill(buffers, seed=9)
-        for _ in range(3):
-            either.replay(batch_size)
-        results.append(buffers.y[:batch_size].clone())
-    assert torch.equal(*results)
-    states = {bucket.bucket: bucket.state for bucket in graphs.report().buckets}
-    assert states == {b: "captured" if b == graphs.bucket_for(batch_size) else "waiting" for b in graphs.buckets}
-
-
-def test_the_report_tells_what_was_captured(step, buffers, weight) -> None:
-    graphs = manager(step, buffers, weight)
-    assert {bucket.state for bucket in graphs.report().buckets} == {"waiting"}
-    report = graphs.capture(progress=False)
-    graphs.replay(3)
-    graphs.replay(4)
-    by_bucket = {bucket.bucket: bucket for bucket in graphs.report().buckets}
-    assert [bucket.bucket for bucket in report.buckets] == [1, 2, 4, 8]
-    assert by_bucket[4].replays == 2
-    assert all(bucket.state == "captured" and bucket.capture_ms > 0 for bucket in by_bucket.values())
-    # graphs share a pool, largest first: what a later bucket needs is mostly there already
-    assert by_bucket[8].pool_bytes >= max(by_bucket[1].pool_bytes, 1)
-    assert "replays" in str(report)
-    assert report.as_dict()["buckets"][0]["bucket"] == 1
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -398,20 +330,6 @@ graphs.capture(progress=False)
 def test_graphs_that_were_left_open_end_before_the_process_group(tmp_path):
     printed = run_python(LEFT_OPEN.replace("STORE", str(tmp_path / "store")))
     assert printed.split("\n") == ["graph closed", "graph closed", "group destroyed", ""]
-
-
-def test_two_managers_replay_in_turn_and_one_outlives_the_other():
-    first_buffers, first = make_graphs()
-    second_buffers, second = make_graphs(lambda batch: batch.x.sub_(2.0))
-    first.capture(progress=False)
-    second.capture(progress=False)
-    for _ in range(3):
-        first.replay(2)
-        second.replay(2)
-    first.close()
-    second.replay(2)
-    assert first_buffers.x.eq(3.0).all()
-    assert second_buffers.x.eq(-8.0).all()
 
 
 @pytest.mark.parametrize("wrong", [{"step": "step"}, {"buffers": {}}, {"ladder": 2}, {"warmup_steps": "2"}])

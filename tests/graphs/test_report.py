@@ -139,10 +139,6 @@ def test_what_the_owner_of_a_step_chose_is_shown_bucket_by_bucket(device: str) -
     ]
 
 
-def test_a_step_of_no_choices_says_nothing_of_them(graphs: GraphManager) -> None:
-    assert "chosen" not in str(graphs.report())
-
-
 def test_what_is_moved_is_called_a_bound_and_is_one(device: str) -> None:
     """A gather reads as many rows as there are indices; the graph knows the table alone."""
     table = torch.zeros(1000, 8, device=device)
