@@ -133,25 +133,26 @@ class Prompts:
 
     def stage(self, chunks: Sequence[PromptChunk]) -> None:
         """Write chunks into the slots."""
-        staged, setting = self.buffers.staging(_CHUNKS), self._setting
+        staged, setting = self.buffers.staged(_CHUNKS), self._setting
+        tokens, rows, positions = staged.tokens.numpy(), staged.rows.numpy(), staged.positions.numpy()
+        cu_seqlens_q, cu_seqlens_kv = staged.cu_seqlens_q.numpy(), staged.cu_seqlens_kv.numpy()
+        state_rows, page_table = staged.state_rows.numpy(), staged.page_table.numpy()
         end = 0
         for row, chunk in enumerate(chunks):
             length, memory = len(chunk.token_ids), chunk.memory
             span, cached = slice(end, end + length), chunk.start + length
-            staged["tokens"][span] = chunk.token_ids
-            staged["rows"][span] = row
-            staged["positions"][span] = np.arange(chunk.start, cached, dtype=np.int32)
+            tokens[span], rows[span] = chunk.token_ids, row
+            positions[span] = np.arange(chunk.start, cached, dtype=np.int32)
             end += length
-            staged["cu_seqlens_q"][row + 1] = end
-            staged["cu_seqlens_kv"][row + 1] = staged["cu_seqlens_kv"][row] + cached
-            staged["state_rows"][row] = state_row = or_null(memory.state_row, setting.null_state_row)
-            if "adapters" in staged:
-                staged["adapters"][row] = memory.adapter
-            if setting.rolling is not None:
-                setting.rolling.fill(staged["rolling_table"][row], state_row)
-            fill_page_row(staged["page_table"][row], memory.pages, setting.null_page)
-        staged["cu_seqlens_q"][len(chunks) + 1 :] = end
-        staged["cu_seqlens_kv"][len(chunks) + 1 :] = staged["cu_seqlens_kv"][len(chunks)]
+            cu_seqlens_q[row + 1], cu_seqlens_kv[row + 1] = end, cu_seqlens_kv[row] + cached
+            state_rows[row] = state_row = or_null(memory.state_row, setting.null_state_row)
+            if staged.adapters is not None:
+                staged.adapters.numpy()[row] = memory.adapter
+            if setting.rolling is not None and staged.rolling_table is not None:
+                setting.rolling.fill(staged.rolling_table.numpy()[row], state_row)
+            fill_page_row(page_table[row], memory.pages, setting.null_page)
+        cu_seqlens_q[len(chunks) + 1 :] = end
+        cu_seqlens_kv[len(chunks) + 1 :] = cu_seqlens_kv[len(chunks)]
         self.buffers.upload(_CHUNKS, end)
 
     def score(self, chunks: Sequence[PromptChunk], passed: Any) -> list[StepLogprobs | None]:

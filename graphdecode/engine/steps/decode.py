@@ -199,21 +199,22 @@ class DecodeStep(Step[B]):
 
     def stage(self, rows: Sequence[RowInputs]) -> None:
         """Write the rows: last token, position, sampling parameters, and token counts for penalties."""
-        count, staged = len(rows), self.buffers.staging(ROWS)
+        count, staged = len(rows), self.buffers.staged(ROWS)
         self._stage_guides(staged, rows)
-        staged["tokens"][:count] = [inputs.token_ids[-1] for inputs in rows]
-        staged["pre_step_seqlens"][:count] = [len(inputs.token_ids) - 1 for inputs in rows]
-        staged["finished"][:count] = 0
-        staged["rows"][:count] = np.arange(count, dtype=np.int32)
+        staged.tokens.numpy()[:count] = [inputs.token_ids[-1] for inputs in rows]
+        staged.pre_step_seqlens.numpy()[:count] = [len(inputs.token_ids) - 1 for inputs in rows]
+        staged.finished.numpy()[:count] = 0
+        staged.rows.numpy()[:count] = np.arange(count, dtype=np.int32)
         rolling = self._setting.rolling
         state_rows = [or_null(each.memory.state_row, self._setting.null_state_row) for each in rows]
-        staged["state_rows"][:count] = state_rows
-        if self._model.adapters is not None:
-            staged["adapters"][:count] = [inputs.memory.adapter for inputs in rows]
-        if rolling is not None:
-            table = self.buffers.staging(ROLLING)["rolling_table"]
+        if staged.state_rows is not None:
+            staged.state_rows.numpy()[:count] = state_rows
+        if staged.adapters is not None:
+            staged.adapters.numpy()[:count] = [inputs.memory.adapter for inputs in rows]
+        table = self.buffers.staged(ROLLING).rolling_table if rolling is not None else None
+        if rolling is not None and table is not None:
             for row, state_row in enumerate(state_rows):
-                rolling.fill(table[row], state_row)
+                rolling.fill(table.numpy()[row], state_row)
             self.buffers.upload(ROLLING, count)
         for flag in dict.fromkeys(spec.flag for spec in self._specs):
             self._stage_block(flag, rows)
@@ -222,16 +223,17 @@ class DecodeStep(Step[B]):
                 self._count_tokens(row, inputs)
         self.stage_pages([inputs.memory.pages for inputs in rows])
 
-    def _stage_guides(self, staged: dict[str, np.ndarray], rows: Sequence[RowInputs]) -> None:
-        staged["automaton_state"][: len(rows)] = NO_AUTOMATON
+    def _stage_guides(self, staged: B, rows: Sequence[RowInputs]) -> None:
+        states = staged.automaton_state.numpy()
+        states[: len(rows)] = NO_AUTOMATON
         guides = {row: inputs.guide for row, inputs in enumerate(rows) if inputs.guide is not None}
         wanted = [guide.automaton for guide in guides.values()]
         places = {} if self._automata is None else self._automata.allocate(wanted, self.buffers)
         self.guided_rows = frozenset(row for row, guide in guides.items() if guide.automaton in places)
         for row in self.guided_rows:
             number, line = places[guides[row].automaton]
-            staged["automaton"][row] = number
-            staged["automaton_state"][row] = line + guides[row].state
+            staged.automaton[row] = number
+            states[row] = line + guides[row].state
 
     def _stage_block(self, flag: int, rows: Sequence[RowInputs]) -> None:
         """Write the slots that only rows with a flag read; nothing is copied if no row has it."""
@@ -247,7 +249,7 @@ class DecodeStep(Step[B]):
                 target[row, : len(value)] = value
         if flag == FLAG_BAD_WORDS:
             for row in flagged:
-                _fill_recent(staged["recent_tokens"][row], rows[row])
+                _fill_recent(self.buffers.staged(block_of(flag)).recent_tokens.numpy()[row], rows[row])
         self.buffers.upload(block_of(flag), len(rows))
 
     def _count_tokens(self, row: int, inputs: RowInputs) -> None:
@@ -259,7 +261,7 @@ class DecodeStep(Step[B]):
 
     def stage_pages(self, pages: Sequence[Sequence[int]]) -> None:
         """Write the page table."""
-        table = self.buffers.staging(PAGES)["page_table"]
+        table = self.buffers.staged(PAGES).page_table.numpy()
         for row, owned in enumerate(pages):
             fill_page_row(table[row], owned, self._setting.null_page)
         self.buffers.upload(PAGES, len(pages))

@@ -294,13 +294,14 @@ class SpeculativeStep(DecodeStep[SpeculativeBatch]):
     def stage(self, rows: Sequence[RowInputs]) -> None:
         """Write the rows as for a plain step, their history and their first drafts."""
         super().stage(rows)
-        staged, before = self.buffers.staging(HISTORY), self._staged_history
+        staged, before = self.buffers.staged(HISTORY), self._staged_history
+        history, limits = staged.history.numpy(), staged.draft_limit.numpy()
         for row, inputs in enumerate(rows):
             tokens, begin = inputs.token_ids, 0
             if row < len(before) and before[row][0] is tokens:
                 begin = min(before[row][1], len(tokens))
-            staged["history"][row, begin : len(tokens)] = tokens[begin:]
-            staged["draft_limit"][row] = self._num_drafts if inputs.may_draft or row in self.guided_rows else 0
+            history[row, begin : len(tokens)] = tokens[begin:]
+            limits[row] = self._num_drafts if inputs.may_draft or row in self.guided_rows else 0
         self._staged_history = [(inputs.token_ids, len(inputs.token_ids)) for inputs in rows]
         self.buffers.upload(HISTORY, len(rows))
         self.begin(len(rows))
