@@ -128,13 +128,13 @@ class StepShape(NamedTuple):
         """The shapes of the step's halves."""
         return self._replace(part=HALVES[0]), self._replace(part=HALVES[1])
 
-    def holds(self, wanted: StepShape) -> bool:
+    def holds(self, requested: StepShape) -> bool:
         """Whether a step can be padded to this shape: rows and prompt tokens suffice, and all else is equal."""
         return (
-            self.rows >= wanted.rows
-            and self.prompt_tokens >= wanted.prompt_tokens
-            and self.kind == wanted.kind
-            and self == wanted._replace(rows=self.rows, prompt_tokens=self.prompt_tokens)
+            self.rows >= requested.rows
+            and self.prompt_tokens >= requested.prompt_tokens
+            and self.kind == requested.kind
+            and self == requested._replace(rows=self.rows, prompt_tokens=self.prompt_tokens)
         )
 
     def __str__(self) -> str:
@@ -166,28 +166,28 @@ class ShapeLadder:
         """The shapes captured at startup: no halves, and no passes with only prompts if there are mixed steps."""
         return self.of(*(("steps", "mixed") if self.of("mixed") else KINDS))
 
-    def fit(self, wanted: StepShape) -> StepShape | None:
+    def fit(self, requested: StepShape) -> StepShape | None:
         """Return the smallest shape for a step; None if it has too many prompt tokens.
 
         Raises `ArgumentError` if it has too many rows, or another number of queries than any shape.
         """
-        found = self._fits.get(wanted)
-        if found is None:
-            found = next(self.holding(wanted), None)
-            if found is not None:
-                self._fits[wanted] = found
-        return found
+        fitting = self._fits.get(requested)
+        if fitting is None:
+            fitting = next(self.holding(requested), None)
+            if fitting is not None:
+                self._fits[requested] = fitting
+        return fitting
 
-    def holding(self, wanted: StepShape) -> Iterator[StepShape]:
+    def holding(self, requested: StepShape) -> Iterator[StepShape]:
         """Yield the shapes that a step can run in, the smallest first; see `fit`."""
-        rows, queries, tokens = wanted.rows, wanted.queries, wanted.prompt_tokens
+        rows, queries, tokens = requested.rows, requested.queries, requested.prompt_tokens
         if not 0 <= rows <= self.max_batch_size or tokens < 0 or rows + tokens < 1:
             raise ArgumentError(f"batch size must be in 1..max_batch_size={self.max_batch_size}, got {rows!r}")
         if queries not in self.queries:
             raise ArgumentError(f"queries must be one of {list(self.queries)}, got {queries!r}")
-        if wanted.part not in {shape.part for shape in self.shapes}:
-            raise ArgumentError(f"no step runs in part {wanted.part!r}")
-        return (shape for shape in self.shapes if shape.holds(wanted))
+        if requested.part not in {shape.part for shape in self.shapes}:
+            raise ArgumentError(f"no step runs in part {requested.part!r}")
+        return (shape for shape in self.shapes if shape.holds(requested))
 
     def without(self, kind: str) -> ShapeLadder:
         """Return the ladder without one kind."""

@@ -67,15 +67,15 @@ class Slot:
         """Raise an ArgumentError if the dtype cannot hold the pad."""
         pad, dtype = self.pad, self.dtype
         if dtype.is_floating_point or dtype.is_complex:
-            fits, wanted = isinstance(pad, (int, float)), "a number"
+            fits, expected = isinstance(pad, (int, float)), "a number"
         elif dtype == torch.bool:
-            fits, wanted = pad in (0, 1), "True or False"
+            fits, expected = pad in (0, 1), "True or False"
         else:
             least, most = torch.iinfo(dtype).min, torch.iinfo(dtype).max
             fits = isinstance(pad, (int, float)) and least <= pad <= most and pad == int(pad)
-            wanted = f"an integer in {least}..{most}"
+            expected = f"an integer in {least}..{most}"
         if not fits:
-            raise ArgumentError(f"slot {self.name!r}: pad of {dtype} must be {wanted}, got {pad!r}")
+            raise ArgumentError(f"slot {self.name!r}: pad of {dtype} must be {expected}, got {pad!r}")
 
     @property
     def batch_dim(self) -> int | None:
@@ -181,9 +181,9 @@ class StagingBlock:
         self.slots = slots
         self.host = torch.zeros(end, dtype=torch.uint8, pin_memory=device.type == "cuda")
         self.device = torch.zeros(end, dtype=torch.uint8, device=device)
-        placed = list(zip(slots, offsets, strict=True))
+        layout = list(zip(slots, offsets, strict=True))
         self.host_views, self.device_views = (
-            {slot.name: self._view(block, slot, offset, max_batch_size) for slot, offset in placed}
+            {slot.name: self._view(block, slot, offset, max_batch_size) for slot, offset in layout}
             for block in (self.host, self.device)
         )
         self.arrays = {name: view.numpy() for name, view in self.host_views.items()}

@@ -25,9 +25,9 @@ class ConnectedChild(NamedTuple):
 
 def start_connected(module: str, environment: Mapping[str, str]) -> ConnectedChild:
     """Start a module as a process whose argument is its end of a socket; see `start_child`."""
-    here, there = socket.socketpair()
-    with there:
-        return ConnectedChild(start_child(module, [there.fileno()], environment), here)
+    ours, theirs = socket.socketpair()
+    with theirs:
+        return ConnectedChild(start_child(module, [theirs.fileno()], environment), ours)
 
 
 def start_child(

@@ -86,7 +86,7 @@ _OF_FLASHINFER = {  # part of a name -> what to use instead
 
 def flashinfer_hint(name: str) -> str:
     """Return the hint for a name of FlashInfer that its surface here lacks; "" for other names."""
-    found = next((instead for part, instead in _OF_FLASHINFER.items() if part in name.lower()), None)
-    if found is None:
+    alternative = next((instead for part, instead in _OF_FLASHINFER.items() if part in name.lower()), None)
+    if alternative is None:
         return ""
-    return f": FlashInfer's decode, append and merge are supported (graphdecode.surfaces.flashinfer); {found}"
+    return f": FlashInfer's decode, append and merge are supported (graphdecode.surfaces.flashinfer); {alternative}"

@@ -93,8 +93,8 @@ def _imported(path: Path) -> ModuleType:
         del sys.modules[name]
         _restore(before, name)
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
-        place = f"{path}:{lines[-1]}" if lines else str(path)
-        raise ArgumentError(f"load_modules: {place}: {_message_of(error)}") from error
+        location = f"{path}:{lines[-1]}" if lines else str(path)
+        raise ArgumentError(f"load_modules: {location}: {_message_of(error)}") from error
     return module
 
 

@@ -19,10 +19,10 @@ class UnknownSequenceError(GraphdecodeError, ValueError):
     """No sequence of that id is in the cache."""
 
 
-def _require(is_right: Callable[[Any], bool], wanted: str, values: dict[str, object]) -> None:
+def _require(is_right: Callable[[Any], bool], expected: str, values: dict[str, object]) -> None:
     for name, value in values.items():
         if isinstance(value, bool) or not is_right(value):
-            raise ValueError(f"{name} must be {wanted}, got {shown(value)}")
+            raise ValueError(f"{name} must be {expected}, got {shown(value)}")
 
 
 def require_positive(**values: object) -> None:
@@ -37,8 +37,8 @@ def require_integers(**values: object) -> None:
 
 def require_numbers(**values: object) -> None:
     """Raise a ValueError naming the first of these arguments that is not a finite number; None is left out."""
-    given = {name: value for name, value in values.items() if value is not None}
-    _require(lambda x: isinstance(x, Real) and -_LARGEST < x < _LARGEST, "a finite number", given)  # type: ignore[operator]
+    numbers = {name: value for name, value in values.items() if value is not None}
+    _require(lambda x: isinstance(x, Real) and -_LARGEST < x < _LARGEST, "a finite number", numbers)  # type: ignore[operator]
 
 
 def require_positive_numbers(**values: object) -> None:
@@ -78,13 +78,13 @@ def require_choice(name: str, value: object, choices: Sequence[str]) -> None:
 def require_fit(name: str, tensor: Tensor, shape: Sequence[int | str], *dtypes: dtype) -> None:
     """Raise a ValueError if a tensor has another shape or dtype; sizes that are names may be any."""
     fits = tensor.dim() == len(shape) and all(
-        isinstance(wanted, str) or wanted == size for wanted, size in zip(shape, tensor.shape, strict=True)
+        isinstance(expected, str) or expected == size for expected, size in zip(shape, tensor.shape, strict=True)
     )
     if not fits or (dtypes and tensor.dtype not in dtypes):
-        wanted = " or ".join(str(each).removeprefix("torch.") for each in dtypes)
+        expected = " or ".join(str(each).removeprefix("torch.") for each in dtypes)
         sizes = ", ".join(map(str, shape))
         raise ValueError(
-            f"{name} must be {wanted} [{sizes}], got {tensor.dtype} {list(tensor.shape)}".replace("  ", " ")
+            f"{name} must be {expected} [{sizes}], got {tensor.dtype} {list(tensor.shape)}".replace("  ", " ")
         )
 
 

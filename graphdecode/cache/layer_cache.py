@@ -172,8 +172,8 @@ def layer_state(
     if recurrent is None:
         return pages()
     count = rows + 1 + others
-    made = {name: zeros((count, *shape), torch.float32, device) for name, shape in recurrent.shapes}
-    states = RecurrentState(made, rows)
+    tensors = {name: zeros((count, *shape), torch.float32, device) for name, shape in recurrent.shapes}
+    states = RecurrentState(tensors, rows)
     return KeysAndState(pages(), states) if recurrent.beside_keys else states
 
 

@@ -171,8 +171,8 @@ class PagedKVCache:
         if self.checkpoint_tokens is None or prefixes is None or length % self.checkpoint_tokens or not length:
             return
         digests = self.ledger.digests_of(sequence_id)
-        goes_first = digests[superseded // self.page_size - 1] if superseded else None
-        checkpoint = prefixes.new_checkpoint(digests[length // self.page_size - 1], goes_first)
+        evict_first = digests[superseded // self.page_size - 1] if superseded else None
+        checkpoint = prefixes.new_checkpoint(digests[length // self.page_size - 1], evict_first)
         if checkpoint is not None:
             self._copy_state(checkpoint, sequence_id, is_restored=False)
 

@@ -47,20 +47,20 @@ class Collectives(ABC):
     def greatest(self, x: Tensor) -> Tensor:
         """Return the maximum over the ranks of each entry of `x` [n]; used while a model is loaded."""
         self._agree(f"compares {len(x)} numbers")  # waits without the time limit of a collective
-        found = x.new_empty((1, self.count * len(x)))
-        self._gather(found, x[None])
-        return found.view(self.count, -1).amax(0)
+        gathered = x.new_empty((1, self.count * len(x)))
+        self._gather(gathered, x[None])
+        return gathered.view(self.count, -1).amax(0)
 
     @contextmanager
-    def captured(self, what: str) -> Iterator[None]:
+    def captured(self, name: str) -> Iterator[None]:
         """Begin and end a capture on all ranks; raises RankError if their collectives differ."""
-        self._agree(f"begins to capture {what}")
-        self._capturing, self.manifests[what] = what, []
+        self._agree(f"begins to capture {name}")
+        self._capturing, self.manifests[name] = name, []
         try:
             yield
         finally:
             self._capturing = None
-        self._agree(f"ends the capture of {what} with {len(self.manifests[what])} collectives")
+        self._agree(f"ends the capture of {name} with {len(self.manifests[name])} collectives")
 
     def _announce(self, kind: str, x: Tensor, param_name: str) -> None:
         if self._capturing is None:
@@ -100,12 +100,12 @@ class SharedCollectives(Collectives):
         shared_all_gather(out, part, self._board, self.rank, self.count)
 
     def late(self) -> str | None:
-        found = int(self._words[LATE])
-        if not found:
+        code = int(self._words[LATE])
+        if not code:
             return None
-        rank = (found - 1) % MOST_RANKS
-        why = "called another collective" if found > MOST_RANKS else "did not reach a collective"
-        return f"rank {rank} of {self.count} {why}"
+        rank = (code - 1) % MOST_RANKS
+        reason = "called another collective" if code > MOST_RANKS else "did not reach a collective"
+        return f"rank {rank} of {self.count} {reason}"
 
     def give_up(self, rank: int) -> None:
         if not self._words[LATE]:

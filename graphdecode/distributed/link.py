@@ -21,7 +21,7 @@ _HEARTBEAT, _FAILED, _ENDED = b".", b"!", b"-"
 class Message(NamedTuple):
     """One message."""
 
-    kind: int  # `SAID`, or a command of the engine
+    kind: int  # `REPLY`, or a command of the engine
     numbers: tuple[int, int, int]
     payload: bytes
 
@@ -102,7 +102,7 @@ class Watch(threading.Thread):
                 self._ends.wait(self._every)  # one poll for the heartbeats of all
             for rank, peer in list(self._peers.items()):
                 try:
-                    came = peer.recv(1 << 16)
+                    data = peer.recv(1 << 16)
                 except BlockingIOError:
                     silent[rank] += 1
                     limit = self._limit if rank in began else max(self._limit, _START_SECONDS)
@@ -111,13 +111,13 @@ class Watch(threading.Thread):
                         return
                     continue
                 except OSError:
-                    came = b""
-                received[rank] = (received[rank] + came).lstrip(_HEARTBEAT)
+                    data = b""
+                received[rank] = (received[rank] + data).lstrip(_HEARTBEAT)
                 silent[rank] = 0
                 began.add(rank)
                 if received[rank].startswith(_ENDED):
                     del self._peers[rank]
-                elif not came:
+                elif not data:
                     text = received[rank].removeprefix(_FAILED).decode(errors="replace")
                     self._report(rank, f"failed: {text}" if text else "died")
                     return

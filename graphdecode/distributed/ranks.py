@@ -36,8 +36,8 @@ class RefusedError(ArgumentError):
 
 
 # kinds of `Ranks`' own messages; other kinds are the engine's
-SAID = -1
-TRIED = -2  # to rank 0: what speaks against an attempt; empty: nothing
+REPLY = -1
+ATTEMPTED = -2  # to rank 0: what speaks against an attempt; empty: nothing
 REFUSED = -3  # from rank 0: the attempt is over
 T = TypeVar("T")
 _POLL_SECONDS = 0.05
@@ -131,7 +131,7 @@ class Leader(Ranks):
         board: torch.Tensor | None,
         processes: list[subprocess.Popen[bytes]],
     ) -> None:
-        self._own_threads = torch.get_num_threads()
+        self._threads_before = torch.get_num_threads()
         super().__init__(0, settings)
         self._tried: dict[int, str] = {}  # what other ranks said of the attempt
         self._links, self._processes = links, processes
@@ -181,11 +181,11 @@ class Leader(Ranks):
     def agree(self, text: str) -> None:
         texts = [text, *(message.payload.decode() for message in self._replies())]
         if len(set(texts)) == 1:
-            self.send(SAID)
+            self.send(REPLY)
             return
         differs = next(rank for rank, other in enumerate(texts) if other != text)
         verdict = f"the ranks differ: rank 0 {text}, and rank {differs} {texts[differs]}"
-        self.send(SAID, payload=verdict.encode())
+        self.send(REPLY, payload=verdict.encode())
         self.fail(verdict)
         raise RankError(verdict)
 
@@ -196,14 +196,14 @@ class Leader(Ranks):
         return self._combined(sum, number)
 
     def _combined(self, combine: Callable[[Iterable[int]], int], number: int) -> int:
-        found = combine([number, *(int(message.payload) for message in self._replies())])
-        self.send(SAID, payload=b"%d" % found)
-        return found
+        combined = combine([number, *(int(message.payload) for message in self._replies())])
+        self.send(REPLY, payload=b"%d" % combined)
+        return combined
 
     def attempt(self, work: Callable[[], T]) -> T:
         self._tried.clear()
         try:
-            found = work()
+            result = work()
         except RankError:
             raise
         except Exception:
@@ -212,10 +212,10 @@ class Leader(Ranks):
             raise
         self._await_attempts()
         refused = min((rank for rank, text in self._tried.items() if text), default=None)
-        self.send(SAID if refused is None else REFUSED)
+        self.send(REPLY if refused is None else REFUSED)
         if refused is not None:
             raise RefusedError(f"rank {refused} of {self.count}: {self._tried[refused]}")
-        return found
+        return result
 
     def _await_attempts(self) -> None:
         """Wait until all ranks have ended their attempts; what they said within is past."""
@@ -227,7 +227,7 @@ class Leader(Ranks):
         replies = []
         for rank in range(1, self.count):
             replies.append(self._receive(rank))
-            if replies[-1].kind == TRIED:
+            if replies[-1].kind == ATTEMPTED:
                 raise RefusedError(f"rank {rank} of {self.count}: {self._tried[rank]}")
         return replies
 
@@ -239,7 +239,7 @@ class Leader(Ranks):
             message = link.receive()
         except EOFError:
             self._gone(rank)
-        if message.kind == TRIED:
+        if message.kind == ATTEMPTED:
             self._tried[rank] = message.payload.decode()
         return message
 
@@ -295,7 +295,7 @@ class Leader(Ranks):
         self._end_others()
         for process in self._processes:
             process.wait()
-        torch.set_num_threads(self._own_threads)
+        torch.set_num_threads(self._threads_before)
         leave_group(self.settings)
 
 
@@ -326,31 +326,31 @@ class Follower(Ranks):
             raise
 
     def agree(self, text: str) -> None:
-        verdict = self._reply_to(Message(SAID, (0, 0, 0), text.encode())).payload
+        verdict = self._reply_to(Message(REPLY, (0, 0, 0), text.encode())).payload
         if verdict:
             raise RankError(verdict.decode())
 
     def least(self, number: int) -> int:
-        return int(self._reply_to(Message(SAID, (0, 0, 0), b"%d" % number)).payload)
+        return int(self._reply_to(Message(REPLY, (0, 0, 0), b"%d" % number)).payload)
 
     def total(self, number: int) -> int:
         return self.least(number)  # rank 0 knows what is asked for
 
     def attempt(self, work: Callable[[], T]) -> T:
         try:
-            found = work()
+            result = work()
         except (RankError, EOFError):
             raise
         except RefusedError as error:  # rank 0 has said so
             with contextlib.suppress(OSError):
-                self._link.send(Message(TRIED, (0, 0, 0), str(error).encode()))
+                self._link.send(Message(ATTEMPTED, (0, 0, 0), str(error).encode()))
             raise
         except Exception as error:
             text = f"{error}" if isinstance(error, GraphdecodeError) else f"{type(error).__name__}: {error}"
-            self._reply_to(Message(TRIED, (0, 0, 0), text.encode()))
+            self._reply_to(Message(ATTEMPTED, (0, 0, 0), text.encode()))
             raise
-        self._reply_to(Message(TRIED, (0, 0, 0), b""))
-        return found
+        self._reply_to(Message(ATTEMPTED, (0, 0, 0), b""))
+        return result
 
     def _reply_to(self, message: Message) -> Message:
         with contextlib.suppress(OSError):  # rank 0 is gone: `receive` raises

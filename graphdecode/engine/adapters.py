@@ -86,11 +86,11 @@ class EngineAdapters:
     def load_once(self, name: str, folder: str | Path) -> None:
         """Load an adapter unless it is there; see `load`. An ArgumentError says that it came from another folder."""
         with self._lock:
-            known = self._by_name.get(name)
-            if known is None:
+            loaded = self._by_name.get(name)
+            if loaded is None:
                 self.load(name, folder)
-            elif known.folder != str(folder):
-                raise ArgumentError(f"the adapter {name!r} was loaded from {known.folder}, not from {folder}")
+            elif loaded.folder != str(folder):
+                raise ArgumentError(f"the adapter {name!r} was loaded from {loaded.folder}, not from {folder}")
 
     def unload(self, name: str) -> None:
         """Forget an adapter's name; requests that have it go on."""
@@ -106,10 +106,10 @@ class EngineAdapters:
         """
         if name is None:
             return None
-        found = self._by_name.get(name)
-        if found is None:
+        adapter = self._by_name.get(name)
+        if adapter is None:
             raise RequestError(self._missing(name))
-        return found
+        return adapter
 
     def _missing(self, name: str) -> str:
         return f"there is no adapter {name!r}; there are {', '.join(self._by_name) or 'none'}"
@@ -132,8 +132,8 @@ class EngineAdapters:
 
     def has_slot(self, adapter: LoadedAdapter) -> bool:
         """Whether an adapter has a slot, or could take one."""
-        held = adapter in self._holders.values() or len(self._holders) < self.stats.slots
-        return held or not all(self._pins[slot] for slot in self._holders)
+        may_take = adapter in self._holders.values() or len(self._holders) < self.stats.slots
+        return may_take or not all(self._pins[slot] for slot in self._holders)
 
     def _free_slot(self) -> int | None:
         unused = next((slot for slot in range(self.stats.slots) if slot not in self._holders), None)

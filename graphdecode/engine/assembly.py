@@ -83,7 +83,7 @@ def make_runner(
         capacity, mixes = plan(settings), bool(ranks.least(mixes))
     buckets, recurrent = settings.buckets, decoder.config.recurrent
     check_draft(settings, None if draft is None else draft.config)
-    has_states = any(kept is not None and kept.shapes for kept in recurrent)
+    has_states = any(state is not None and state.shapes for state in recurrent)
     shares, checkpoints = settings.prefix_cache, None
     if has_states and shares and not settings.state_checkpoints:
         log.info("prefixes are not shared: the model has recurrent states, and state_checkpoints is 0")
@@ -134,5 +134,5 @@ def make_runner(
 
 def reserved_memory(settings: EngineConfig, device: torch.device) -> dict[str, ReservedMemory]:
     """Return memory of a GPU that can be unmapped, by vLLM's tags; none if nobody wants to sleep."""
-    wanted = SLEEP_TAGS if settings.enable_sleep_mode and device.type == "cuda" else ()
-    return {tag: ReservedMemory(device) for tag in wanted}
+    tags = SLEEP_TAGS if settings.enable_sleep_mode and device.type == "cuda" else ()
+    return {tag: ReservedMemory(device) for tag in tags}

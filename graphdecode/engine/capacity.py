@@ -132,11 +132,13 @@ def plan_capacity(
 
 def kv_format_of(settings: EngineConfig, model: ModelShape, dtype: torch.dtype) -> KVFormat:
     """Return the format of keys and values; an ArgumentError if the model cannot have it."""
-    found = format_named(settings.kv_cache_dtype, dtype)
-    if found.dtype.itemsize == 1 and any(keys is not None and keys.latent_rank for keys in model.kept_keys):
-        asked, why = f"kv_cache_dtype={settings.kv_cache_dtype!r}", "has latent keys, which are of the model's dtype"
-        raise ArgumentError(f"{asked} cannot be had: {model.architecture} {why}")
-    return found
+    kv_format = format_named(settings.kv_cache_dtype, dtype)
+    if kv_format.dtype.itemsize == 1 and any(keys is not None and keys.latent_rank for keys in model.kept_keys):
+        setting = f"kv_cache_dtype={settings.kv_cache_dtype!r}"
+        raise ArgumentError(
+            f"{setting} cannot be had: {model.architecture} has latent keys, which are of the model's dtype"
+        )
+    return kv_format
 
 
 def _rolling_pages(
@@ -227,8 +229,8 @@ def plan_checked_capacity(
     memory = total_bytes(device)
     capacity = plan_capacity(settings, model, dtype, device, may_roll=may_roll)
     needs = _needs(settings.buckets, model, capacity, settings.prefill_tokens(device.type))
-    states, kept = settings.state_checkpoints, checkpoint_bytes_of(settings, model)
-    needs.append(("state_checkpoints", states, "recurrent states of prefixes", kept))
+    states, checkpoint_bytes = settings.state_checkpoints, checkpoint_bytes_of(settings, model)
+    needs.append(("state_checkpoints", states, "recurrent states of prefixes", checkpoint_bytes))
     rows, of_drafts = settings.buckets.max_batch_size, draft_state_bytes_of(settings, model)
     needs.append(("max_batch_size", rows, "recurrent states of drafts", of_drafts))
     slots = settings.max_adapters
@@ -240,9 +242,10 @@ def plan_checked_capacity(
     needs.append(("enable_sleep_mode", int(settings.enable_sleep_mode), "granules of weights and cache", rounding))
     total = sum(nbytes for _, _, _, nbytes in needs)
     if total > memory:
-        key, value, what, nbytes = max(needs, key=lambda need: need[-1])
+        key, value, purpose, nbytes = max(needs, key=lambda need: need[-1])
         raise ArgumentError(
-            f"{key}={value} takes {nbytes} bytes for {what}; all sizes together take {total}, and {device} has {memory}"
+            f"{key}={value} takes {nbytes} bytes for {purpose}; all sizes together take {total}, "
+            f"and {device} has {memory}"
         )
     return capacity
 
@@ -273,8 +276,8 @@ def _needs(
         ("steps_per_launch", config.steps_per_launch, f"tokens of {rows} rows", rows * ring),
         ("max_prefill_tokens", prefill_tokens, "tokens of prompts", prefill_tokens * _SLOT_BYTES),
     ]
-    for key, what in _REQUESTS.items():
+    for key, purpose in _REQUESTS.items():
         value = getattr(config, key)
         tops = _TOP_BYTES * min(value, vocab_size) if key == "max_logprobs" else 0
-        needs.append((key, value, f"{what} of {rows} rows", rows * (sampling_bytes(**{key: value}) - least + tops)))
+        needs.append((key, value, f"{purpose} of {rows} rows", rows * (sampling_bytes(**{key: value}) - least + tops)))
     return needs

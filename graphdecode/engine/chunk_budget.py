@@ -39,5 +39,5 @@ class ChunkBudget:
             )
 
 
-def _moving_average(average: float | None, seen: float) -> float:
-    return seen if average is None else average + _CHUNK_WEIGHT * (seen - average)
+def _moving_average(average: float | None, value: float) -> float:
+    return value if average is None else average + _CHUNK_WEIGHT * (value - average)

@@ -57,14 +57,14 @@ class Constraint(ABC):
         cls, constraints: Sequence[Self], stop_ids: Sequence[Sequence[int]]
     ) -> list[np.ndarray | ConstraintError]:
         """Return the masks of several outputs, or their errors; valid until the next call."""
-        found: list[np.ndarray | ConstraintError] = []
+        masks: list[np.ndarray | ConstraintError] = []
         for constraint, stops in zip(constraints, stop_ids, strict=True):
-            found.append(words := np.empty(constraint.num_words, dtype=np.int32))
+            masks.append(words := np.empty(constraint.num_words, dtype=np.int32))
             try:
                 constraint.fill(words, stops)
             except ConstraintError as error:
-                found[-1] = error
-        return found
+                masks[-1] = error
+        return masks
 
     @abstractmethod
     def accept(self, token_id: int) -> bool:

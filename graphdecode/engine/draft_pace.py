@@ -52,10 +52,10 @@ class DraftPace:
         if self._is_fixed:
             return widths[-1]
         if not self._is_cheap:  # measure one width after the other, plain steps first
-            known = sum(self._is_known(bucket, width) for width in widths)
-            if known == 0:
+            num_known = sum(self._is_known(bucket, width) for width in widths)
+            if num_known == 0:
                 return 1
-            widths = widths[: known + 1]
+            widths = widths[: num_known + 1]
         chances = [(count, self.chance(matched)) for count, matched in draft_candidates]
         best, best_speed = 1, 0.0
         for width in widths:
@@ -76,7 +76,7 @@ class DraftPace:
         if self._plain <= self._patience or len(widths) == 1:
             return best
         if self._plain == self._patience + 1:
-            self._seen.update({matched: [_TRIAL_WEIGHT * n for n in seen] for matched, seen in self._seen.items()})
+            self._seen.update({matched: [_TRIAL_WEIGHT * n for n in counts] for matched, counts in self._seen.items()})
         if self._plain == self._patience + _TRIAL:
             self._plain, self._patience = 0, min(2 * self._patience, _PATIENCE[1])
         return widths[1]
@@ -122,9 +122,9 @@ class DraftPace:
             if not count or not (verified or self._is_cheap):
                 continue
             tried = accepted + (accepted < verified) if verified else 1
-            seen = self._seen[matched]
-            seen[0] = seen[0] * _DECAY + tried
-            seen[1] = seen[1] * _DECAY + accepted
+            counts = self._seen[matched]
+            counts[0] = counts[0] * _DECAY + tried
+            counts[1] = counts[1] * _DECAY + accepted
 
 
 def _guessed(width: int) -> float:

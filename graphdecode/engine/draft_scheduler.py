@@ -28,7 +28,7 @@ class DraftScheduler:
 
     def queries(self, rows: int, most: int) -> int:
         """Return how many tokens each row feeds per step of the next launch; at most `most`."""
-        candidates = self._drafting.found(rows)
+        candidates = self._drafting.candidates(rows)
         if candidates is not None:
             self.candidates = candidates
         return self.pace.choose(self._runner.graphs.bucket_for(rows), self.candidates, most)
@@ -51,5 +51,5 @@ class DraftScheduler:
             for verified, accepted in zip(step.drafts.verified, step.drafts.accepted, strict=True):
                 if verified:
                     self._stats.count_drafts(verified, accepted)
-            candidates = list(zip(step.drafts.found, step.drafts.matched, strict=True))
+            candidates = list(zip(step.drafts.candidates, step.drafts.match_lengths, strict=True))
         return candidates

@@ -226,9 +226,9 @@ class Engine:
                 raise
             self._broken = None
 
-    def _fail_all(self, why: Exception | str, *, spares_waiting: bool = False) -> None:
+    def _fail_all(self, reason: Exception | str, *, spares_waiting: bool = False) -> None:
         """End all requests with an error, or all that have a row."""
-        error = why if isinstance(why, str) else f"the engine's step failed: {type(why).__name__}: {why}"
+        error = reason if isinstance(reason, str) else f"the engine's step failed: {type(reason).__name__}: {reason}"
         failed = dict(self._sequences)
         if spares_waiting:
             failed = {each.request_id: each for each in self.scheduler.admitted if each.request_id in failed}
@@ -385,14 +385,16 @@ class Engine:
         return None if self._has_weights else "sleep(level=2) has dropped the weights: update_weights(...) first"
 
     @contextlib.contextmanager
-    def _while_idle(self, what: str) -> Iterator[None]:
+    def _while_idle(self, method: str) -> Iterator[None]:
         """Block steps meanwhile; raise EngineStateError if there is work."""
         with self._stepping:
             self._check_open()
             self._take_inbox()
             if self.has_work:
                 count = self.num_running + self.num_waiting
-                raise EngineStateError(f"{what} is for an engine without requests, and {count} are running or waiting")
+                raise EngineStateError(
+                    f"{method} is for an engine without requests, and {count} are running or waiting"
+                )
             yield
         self._try_inbox()
 

@@ -80,8 +80,8 @@ def load_runner(
         return runner
     Runner.close(runner)  # only this rank: the others do the same
     del runner, decoder, draft
-    why = f"{model}: activations exceed 65504, the largest number in float16, so it is computed in float32"
-    warnings.warn(f"{why}; dtype='float32' avoids this warning", RuntimeWarning, stacklevel=2)
+    reason = f"{model}: activations exceed 65504, the largest number in float16, so it is computed in float32"
+    warnings.warn(f"{reason}; dtype='float32' avoids this warning", RuntimeWarning, stacklevel=2)
     settings = settings.with_settings(dtype="float32")
     return load_runner(model, settings, progress=progress, ranks=ranks)
 
@@ -130,14 +130,14 @@ def start_ranks_of(config: EngineConfig) -> Leader:
 
     In torchrun's processes other than rank 0, this runs until rank 0 ends the group, and exits.
     """
-    count, how = config.tensor_parallel_size, (resolve_device(config.device).type, config.collectives)
-    launched = LaunchedRank.here(count)
+    count, group_options = config.tensor_parallel_size, (resolve_device(config.device).type, config.collectives)
+    launched = LaunchedRank.from_environment(count)
     if launched is None:
-        return start_ranks(count, *how, config.rank_limit_seconds, "graphdecode.engine.rank_process")
-    met = launched.meet(*how, config.rank_limit_seconds)
-    if isinstance(met, Follower):
-        raise SystemExit(run(met, captured_runner))
-    return met
+        return start_ranks(count, *group_options, config.rank_limit_seconds, "graphdecode.engine.rank_process")
+    group = launched.join(*group_options, config.rank_limit_seconds)
+    if isinstance(group, Follower):
+        raise SystemExit(run(group, captured_runner))
+    return group
 
 
 @collector_paused()

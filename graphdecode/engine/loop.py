@@ -80,7 +80,7 @@ class EngineLoop:
         goes_on = bool(self.scheduler.decoding) and self._needs_launch()
         plan = self._plan_launch() if goes_on else None
         if plan is not None:
-            launch = self.runner.launch(plan, None if plan.wanted.part == "whole" else self.masks.fill)
+            launch = self.runner.launch(plan, None if plan.shape.part == "whole" else self.masks.fill)
             self.stats.launch_seconds.append(time.perf_counter() - launch.started)
             if plan.chunks:
                 self.prompts.save_mixed()

@@ -40,8 +40,8 @@ class OutputProcessor:
         `is_last`: no other launch is in flight.
         """
         accepted: list[int] = []
-        wanted = sequence.params.logprobs
-        logprobs: list[TokenLogprobs] | None = None if wanted is None else []
+        num_top = sequence.params.logprobs
+        logprobs: list[TokenLogprobs] | None = None if num_top is None else []
         error: str | None = None
         for step in steps:
             token = step.tokens[row]
@@ -56,8 +56,8 @@ class OutputProcessor:
                 error = sequence.fail(failure)
                 break
             accepted.append(token)
-            if logprobs is not None and wanted is not None and step.logprobs:
-                logprobs.append(token_logprobs(step.logprobs, row, wanted))
+            if logprobs is not None and num_top is not None and step.logprobs:
+                logprobs.append(token_logprobs(step.logprobs, row, num_top))
             if not sequence.cached_length % self._page_size:
                 self._scheduler.publish(sequence)
             if sequence.finish_reason is not None:
@@ -87,11 +87,11 @@ class OutputProcessor:
         outcome = (finish_reason, sequence.stop_reason, metrics, error, scores, sequence.is_complete)
         self.events.append(Event(sequence.request_id, tokens, logprobs, *outcome, sequence.error_code))
 
-    def fail(self, sequence: Sequence, why: Exception) -> None:
+    def fail(self, sequence: Sequence, error: Exception) -> None:
         """End one sequence with an error."""
-        log.warning("request %d failed", sequence.request_id, exc_info=why)
+        log.warning("request %d failed", sequence.request_id, exc_info=error)
         sequence.prompt_reported = True  # what is there may be a part
-        self.emit(sequence, [], None, sequence.fail(why))
+        self.emit(sequence, [], None, sequence.fail(error))
 
     def fail_some(self, sequences: list[Sequence], alone: Callable[[int], object] | None, error: Exception) -> bool:
         """End the sequences for which `alone` raises, given their index, and return whether there are any.
@@ -116,6 +116,6 @@ class OutputProcessor:
 
 def token_logprobs(step: StepLogprobs, row: int, num_top: int) -> TokenLogprobs:
     """Return one row's log-probabilities of a step, with the `num_top` likeliest tokens."""
-    known = step.top_ids[row][:num_top]
-    top = tuple((other, value) for other, value in zip(known, step.top[row], strict=False) if other >= 0)
+    top_ids = step.top_ids[row][:num_top]
+    top = tuple((other, value) for other, value in zip(top_ids, step.top[row], strict=False) if other >= 0)
     return TokenLogprobs(step.sampled[row], step.ranks[row], top)

@@ -158,13 +158,13 @@ class Prompts:
     def score(self, chunks: Sequence[PromptChunk], passed: Any) -> list[StepLogprobs | None]:
         """Return the log-probabilities of each scored chunk of a pass; None for the others."""
         begins = accumulate((len(chunk.token_ids) for chunk in chunks), initial=0)
-        placed = zip(chunks, begins, strict=False)
-        return [self._scored(chunk, passed, begin) if chunk.scored else None for chunk, begin in placed]
+        starts = zip(chunks, begins, strict=False)
+        return [self._scored(chunk, passed, begin) if chunk.scored else None for chunk, begin in starts]
 
     def _scored(self, chunk: PromptChunk, passed: Any, begin: int) -> StepLogprobs:
         """Return the log-probabilities of a chunk at `begin` of the pass, by the decode step's operator."""
         device, width = self._model.device, chunk.num_logprobs
-        found = StepLogprobs([], [], [], [])
+        scores = StepLogprobs([], [], [], [])
         targets = torch.tensor(chunk.scored, dtype=torch.int64).to(device)
         for first in range(0, len(targets), _SCORED_TOKENS):
             count = min(_SCORED_TOKENS, len(targets) - first)
@@ -180,8 +180,8 @@ class Prompts:
             )
             logits = self._model.logits(passed, begin + first, begin + first + count)
             token_logprobs(outputs, logits, targets[first : first + count], live_rows, flags, tops)
-            found.sampled.extend(outputs.sampled_logprob.tolist())
-            found.ranks.extend(outputs.sampled_rank.tolist())
-            found.top.extend(outputs.top_logprobs[:, :width].tolist())
-            found.top_ids.extend(outputs.top_ids[:, :width].tolist())
-        return found
+            scores.sampled.extend(outputs.sampled_logprob.tolist())
+            scores.ranks.extend(outputs.sampled_rank.tolist())
+            scores.top.extend(outputs.top_logprobs[:, :width].tolist())
+            scores.top_ids.extend(outputs.top_ids[:, :width].tolist())
+        return scores

@@ -220,7 +220,7 @@ def _execute(message: Message, runner: Runner, ranks: Follower) -> None:
         runner.cache.copy_state(*numbers[:2])
     elif kind == Command.LAUNCH:
         plan = LaunchPlan.of_bytes(payload)
-        runner.launch(plan, (lambda: _stage_half(runner, ranks)) if plan.wanted.part != "whole" else None)
+        runner.launch(plan, (lambda: _stage_half(runner, ranks)) if plan.shape.part != "whole" else None)
 
 
 def _stage_half(runner: Runner, ranks: Follower) -> None:

@@ -50,7 +50,7 @@ Reload: TypeAlias = Callable[["str | Path | NamedTensors"], "tuple[Model, Reload
 class LaunchPlan(NamedTuple):
     """A launch of the staged rows and chunks, the same on all ranks."""
 
-    wanted: StepShape  # shape before padding; in halves if the host writes masks in between
+    shape: StepShape  # shape before padding; in halves if the host writes masks in between
     steps: int = 1  # at most `steps_per_launch`; fewer run if all rows finish earlier. 1 with chunks, or in halves
     chunks: Sequence[PromptChunk] = ()
     catches_up: bool = False  # the chunks are only for the draft model: tokens that plain steps fed
@@ -72,10 +72,10 @@ class LaunchPlan(NamedTuple):
     @classmethod
     def of_bytes(cls, data: bytes) -> LaunchPlan:
         """Return the plan that `to_bytes` wrote; its chunks have placeholder tokens."""
-        wanted, steps, sizes, catches_up = json.loads(data)
+        shape, steps, sizes, catches_up = json.loads(data)
         none = SequenceMemory()
         chunks = [PromptChunk(range(tokens), 0, none, range(scored), logprobs) for tokens, scored, logprobs in sizes]
-        return cls(StepShape(*wanted), steps, chunks, catches_up)
+        return cls(StepShape(*shape), steps, chunks, catches_up)
 
 
 class Launch(NamedTuple):
@@ -178,40 +178,40 @@ class Runner:
 
     def launch(self, plan: LaunchPlan, meanwhile: Callable[[], None] | None = None) -> Launch:
         """Launch what is staged; with `meanwhile`, run that host work between the two halves of one step."""
-        first, started, wanted, done = self.steps_launched, time.perf_counter(), plan.wanted, None
+        first, started, requested, done = self.steps_launched, time.perf_counter(), plan.shape, None
         scores: Sequence[StepLogprobs | None] = ()
         with self.device_guard():
-            is_one = not wanted.rows or self.steps_per_launch == 1 or plan.chunks or meanwhile is not None
+            is_one = not requested.rows or self.steps_per_launch == 1 or plan.chunks or meanwhile is not None
             is_scored = plan.chunks and any(chunk.scored for chunk in plan.chunks)  # the host reads their logits
             try:
-                shape: StepShape | None = wanted if plan.catches_up else None
+                shape: StepShape | None = requested if plan.catches_up else None
                 if not (plan.catches_up or is_scored):
-                    shape = self.graphs.run(wanted, steps=None if is_one else plan.steps, meanwhile=meanwhile)
+                    shape = self.graphs.run(requested, steps=None if is_one else plan.steps, meanwhile=meanwhile)
                 if shape is None:
-                    shape, scores = wanted, self._run_without_graph(plan)
+                    shape, scores = requested, self._run_without_graph(plan)
             except BaseException:
-                if wanted.rows:
+                if requested.rows:
                     self.step.rewind(first)  # keeps ring positions on the device equal to the host's
                 raise
-            if not wanted.rows:
+            if not requested.rows:
                 if self.step.drafting is not None:
-                    self.step.drafting.prefill(self.prompts.chunks(wanted, len(plan.chunks)))
+                    self.step.drafting.prefill(self.prompts.chunks(requested, len(plan.chunks)))
                 return Launch(0, range(first, first), 0, started, None, scores=scores or [None] * len(plan.chunks))
-            self.steps_launched += plan.steps * wanted.queries
+            self.steps_launched += plan.steps * requested.queries
             if not self.is_cpu:
                 done = torch.cuda.Event()
                 done.record()
-        return Launch(wanted.rows, range(first, self.steps_launched), shape.rows, started, done, wanted.queries)
+        return Launch(requested.rows, range(first, self.steps_launched), shape.rows, started, done, requested.queries)
 
     def _run_without_graph(self, plan: LaunchPlan) -> list[StepLogprobs | None]:
         """Run more prompt tokens than any graph holds, or scored prompts; return the log-probabilities of prompts."""
-        wanted, num_chunks = plan.wanted, len(plan.chunks)
-        if wanted.rows:
-            batch = self.buffers.narrow(wanted.rows)
-            self.graphs.run_without_graph(wanted, lambda: self._run(wanted, batch, num_chunks))
+        requested, num_chunks = plan.shape, len(plan.chunks)
+        if requested.rows:
+            batch = self.buffers.narrow(requested.rows)
+            self.graphs.run_without_graph(requested, lambda: self._run(requested, batch, num_chunks))
             return []
-        chunks, is_scored = self.prompts.chunks(wanted, num_chunks), any(chunk.scored for chunk in plan.chunks)
-        passed = self.graphs.run_without_graph(wanted, lambda: self.prompts.run(chunks, with_logits=is_scored))
+        chunks, is_scored = self.prompts.chunks(requested, num_chunks), any(chunk.scored for chunk in plan.chunks)
+        passed = self.graphs.run_without_graph(requested, lambda: self.prompts.run(chunks, with_logits=is_scored))
         return self.prompts.score(plan.chunks, passed)
 
     def warm_up(self) -> None:

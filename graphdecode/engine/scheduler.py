@@ -98,22 +98,22 @@ class Sequence:
         elif len(tokens) >= self.max_length:
             self.finish_reason = "length"
 
-    def fail(self, why: int | Exception) -> str:
+    def fail(self, reason: int | Exception) -> str:
         """End the output because no token can be sampled (NO_CHOICE, or the constraint), or of an error.
 
         Returns the message.
         """
         self.finish_reason = "error"
-        if self.constraint is not None and why == WITHOUT_FINITE:
-            why = ConstraintError("its grammar cannot be followed further: bad_words forbid all")
-        if isinstance(why, ConstraintError):
+        if self.constraint is not None and reason == WITHOUT_FINITE:
+            reason = ConstraintError("its grammar cannot be followed further: bad_words forbid all")
+        if isinstance(reason, ConstraintError):
             self.error_code = "form_too_complex"
-            return f"request {self.request_id} was ended: {why}"
-        if isinstance(why, Exception):
-            return f"request {self.request_id} was ended: {type(why).__name__}: {why}"
+            return f"request {self.request_id} was ended: {reason}"
+        if isinstance(reason, Exception):
+            return f"request {self.request_id} was ended: {type(reason).__name__}: {reason}"
         return (
             f"request {self.request_id} was ended: no token can be chosen at position {len(self.token_ids)} "
-            f"(temperature {self.params.temperature:g}): {NO_CHOICE[why]}"
+            f"(temperature {self.params.temperature:g}): {NO_CHOICE[reason]}"
         )
 
     def row_inputs(self, memory: SequenceMemory) -> RowInputs:
@@ -333,8 +333,8 @@ class Scheduler:
     def _missing_pages(self, tokens_ahead: int) -> int:
         missing = 0
         for sequence in self.decoding:
-            wanted = -(-sequence.length_ahead(tokens_ahead) // self.cache.page_size)
-            missing += max(wanted - len(self.cache.pages_of(sequence.request_id)), 0)
+            needed = -(-sequence.length_ahead(tokens_ahead) // self.cache.page_size)
+            missing += max(needed - len(self.cache.pages_of(sequence.request_id)), 0)
         return missing
 
     def _reserve(self, sequence: Sequence, tokens_ahead: int) -> bool:

@@ -17,7 +17,7 @@ from graphdecode.graphs.inspect.observer import StepObserver, observed
 from graphdecode.graphs.inspect.owners import Owners
 from graphdecode.graphs.inspect.trace import Call, StepTracer, compare, raise_first
 from graphdecode.graphs.recorded import RecordedStepGraph
-from graphdecode.graphs.step_graph import HostLoop, LoopControl, Ready, Step, StepGraph, StepLoop, run
+from graphdecode.graphs.step_graph import CapturedStep, HostLoop, LoopControl, Step, StepGraph, StepLoop, run
 
 BACKENDS = ("auto", "cuda", "recorded", "eager")
 
@@ -51,8 +51,8 @@ def stale_pointers(bucket: int, graph: StepGraph, owners: Owners) -> Iterator[St
     for node in graph.nodes:
         for argument in node.arguments:
             if (problem := problem_of(argument)) is not None:
-                what = (argument.name, argument.address, argument.owner, problem, node.file, node.line)
-                yield StalePointer(bucket, node.name, *what, argument.is_certain)
+                fields = (argument.name, argument.address, argument.owner, problem, node.file, node.line)
+                yield StalePointer(bucket, node.name, *fields, argument.is_certain)
 
 
 class Backend:
@@ -90,7 +90,7 @@ class Backend:
             warm_up(step, batch, self.owners, self._warmup_steps - 1)
         return RecordedStepGraph(step, batch, self.owners, self._blocks)
 
-    def captured(self, step: Step, batch: StepSlots, second: Step | None, control: LoopControl | None) -> Ready:
+    def captured(self, step: Step, batch: StepSlots, second: Step | None, control: LoopControl | None) -> CapturedStep:
         """Capture a step, and `second` in a graph of its own; build a loop if there is a control."""
         graphs: list[StepGraph] = []
         loop: StepLoop | None = None
@@ -111,18 +111,18 @@ class Backend:
                 for graph in reversed(graphs):
                     graph.close()
                 raise
-        return Ready(replays, loop, graphs)
+        return CapturedStep(replays, loop, graphs)
 
-    def eager(self, step: Step, batch: StepSlots, second: Step | None, control: LoopControl | None) -> Ready:
+    def eager(self, step: Step, batch: StepSlots, second: Step | None, control: LoopControl | None) -> CapturedStep:
         """Return the same as `captured`, without graphs."""
         replays = [partial(self._run, each, batch) for each in (step, second) if each is not None]
         if control is None:
-            return Ready(replays)
+            return CapturedStep(replays)
         if self.device.type == "cpu":
-            return Ready(replays, HostLoop(control, *replays))
+            return CapturedStep(replays, HostLoop(control, *replays))
         loop = StepLoop(control, *replays)
         loop.reason = "nothing is captured"
-        return Ready(replays, loop)
+        return CapturedStep(replays, loop)
 
     def _run(self, step: Step, batch: StepSlots) -> None:
         with on_device(self.device):
@@ -138,15 +138,15 @@ class Backend:
             raise StalePointerError("\n".join(map(str, certain)))
         self.owners.verify()
 
-    def release(self, gone: Sequence[Ready], *, is_last: bool) -> None:
+    def release(self, steps: Sequence[CapturedStep], *, is_last: bool) -> None:
         """Release graphs, each after its loop; with the last ones the pool, too."""
-        for ready in gone:
-            if ready.loop is not None:
-                ready.loop.close()
+        for step in steps:
+            if step.loop is not None:
+                step.loop.close()
         if is_last and self._cuda_loops is not None:
             self._cuda_loops.close()
-        for ready in gone:
-            for graph in ready.graphs:
+        for step in steps:
+            for graph in step.graphs:
                 graph.close()
         if is_last:
             for capture in self._captures:

@@ -73,14 +73,14 @@ def compile_condition(capability: tuple[int, int]) -> bytes:
 
 def seconds_of_step(loop: StepLoop, steps: int, device: torch.device) -> float:
     """Return the time of a step in the fastest of some launches of `steps` steps; waits for them."""
-    taken = []
+    seconds = []
     for _ in range(_TIMED_LAUNCHES):
         torch.cuda.synchronize(device)
         began = time.perf_counter()
         loop.launch(steps)
         torch.cuda.synchronize(device)
-        taken.append((time.perf_counter() - began) / steps)
-    return min(taken)
+        seconds.append((time.perf_counter() - began) / steps)
+    return min(seconds)
 
 
 class CudaLoops:
@@ -120,17 +120,17 @@ class CudaLoops:
         """Raise a LoopRefusedError if a WHILE node is slower than single launches; no row is live."""
         control = copy.copy(self._control)
         control.running = torch.ones_like(control.running)  # run all steps, though no row is live
-        steps, asked_for = control.loop.max_steps, control.limit.clone()
+        steps, limit = control.loop.max_steps, control.limit.clone()
         loop = self._while_node(graphs, control)
         try:
             control.limit.fill_(steps)
-            taken = seconds_of_step(loop, steps, self._device)
+            looped = seconds_of_step(loop, steps, self._device)
             single = seconds_of_step(StepLoop(control, *(graph.replay for graph in graphs)), steps, self._device)
         finally:
             loop.close()
-            control.limit.copy_(asked_for)
-        if taken > single:
-            raise LoopRefusedError(f"{1e6 * taken:.1f} us a step, where single launches take {1e6 * single:.1f}")
+            control.limit.copy_(limit)
+        if looped > single:
+            raise LoopRefusedError(f"{1e6 * looped:.1f} us a step, where single launches take {1e6 * single:.1f}")
 
     def _while_node(self, graphs: Sequence[CudaStepGraph], control: LoopControl) -> GraphLoop:
         (version,) = _call(driver.cuDriverGetVersion)
@@ -238,7 +238,7 @@ class GraphLoop(StepLoop):
         self._release()
 
 
-def _destroy(handles: list[tuple[Callable[[Any], Any], Any]], _kept: _Condition | None) -> None:
+def _destroy(handles: list[tuple[Callable[[Any], Any], Any]], _condition: _Condition | None) -> None:
     for destroy, handle in handles:
         destroy(handle)
 

@@ -18,8 +18,8 @@ from graphdecode.errors import GraphdecodeError
 
 def _folders_of(package: str) -> Iterator[str]:
     """Yield the folders of a package, with links as they are and resolved."""
-    found = importlib.util.find_spec(package)
-    for folder in (found.submodule_search_locations or ()) if found is not None else ():
+    spec = importlib.util.find_spec(package)
+    for folder in (spec.submodule_search_locations or ()) if spec is not None else ():
         yield from {os.path.join(folder, ""), os.path.join(os.path.realpath(folder), "")}
 
 

@@ -19,15 +19,15 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from graphdecode.buffers import StepSlots
 from graphdecode.graphs.errors import CaptureError, caller, definition_of
 from graphdecode.graphs.inspect.observer import (
-    Given,
     Schema,
+    TensorArg,
     flattened,
     mapped,
     observed,
     tensors_of,
     values_of,
 )
-from graphdecode.graphs.inspect.owners import Known, Owners, placed, storage_address, storage_key
+from graphdecode.graphs.inspect.owners import Owners, TensorInfo, storage_address, storage_key, tensor_over
 from graphdecode.graphs.inspect.trace import Call, StepTracer, compare, raise_first
 from graphdecode.graphs.step_graph import Argument, Node, Step, StepGraph
 from graphdecode.kernels.native.library import NativeCall, NativeSequence, joined
@@ -53,7 +53,7 @@ class ReusedMemory:
         self._free = list(blocks)
         self._in_use: list[tuple[StorageWeakRef, Tensor]] = []
 
-    def hold(self, nbytes: int) -> tuple[UntypedStorage, Tensor]:
+    def allocate(self, nbytes: int) -> tuple[UntypedStorage, Tensor]:
         """Return a storage over a block, and the block, which is free again when nobody uses the storage."""
         in_use, self._in_use = self._in_use, []
         for storage, block in in_use:
@@ -64,16 +64,16 @@ class ReusedMemory:
         size = max(-(-nbytes // _ALIGNMENT), 1) * _ALIGNMENT
         fitting = [block for block in self._free if size <= block.nbytes]
         if fitting:
-            found = min(fitting, key=lambda block: block.nbytes)
-            self._free = [block for block in self._free if block is not found]
+            chosen = min(fitting, key=lambda block: block.nbytes)
+            self._free = [block for block in self._free if block is not chosen]
         else:
-            found = torch.empty(size, dtype=torch.uint8)
-            self.blocks.append(found)
-        made = torch.frombuffer(found.numpy(), dtype=torch.uint8, count=size).untyped_storage()
-        self._in_use.append((StorageWeakRef(made), found))
-        return made, found
+            chosen = torch.empty(size, dtype=torch.uint8)
+            self.blocks.append(chosen)
+        allocated = torch.frombuffer(chosen.numpy(), dtype=torch.uint8, count=size).untyped_storage()
+        self._in_use.append((StorageWeakRef(allocated), chosen))
+        return allocated, chosen
 
-    def is_kept(self) -> bool:
+    def is_referenced(self) -> bool:
         """Whether something still uses a storage of the step."""
         return any(not storage.expired() for storage, _ in self._in_use)
 
@@ -81,7 +81,7 @@ class ReusedMemory:
 class Recorder(StepTracer):
     """Records operators as a flat list of calls without arguments, and skips those whose values nobody needs."""
 
-    binds_own = True
+    binds_native = True
 
     def __init__(self, owners: Owners, blocks: list[Tensor], *, is_traced: bool = False) -> None:
         super().__init__(owners)
@@ -93,13 +93,13 @@ class Recorder(StepTracer):
         self.moved_bytes = 0
         self._blocks: dict[int | None, tuple[Tensor, int]] = {}  # of the storages that the step made, with addresses
 
-    def made_new(self, schema: Schema, tensors: Sequence[Tensor]) -> None:
+    def on_new_tensors(self, schema: Schema, tensors: Sequence[Tensor]) -> None:
         """Move what the step made into the graphs' memory."""
         moved: dict[int | None, UntypedStorage] = {}
         for tensor in tensors:
             key, nbytes = storage_key(tensor), tensor.untyped_storage().nbytes()
             if key not in moved:
-                moved[key], block = self.memory.hold(nbytes)
+                moved[key], block = self.memory.allocate(nbytes)
                 self._blocks[moved[key]._cdata] = block, moved[key].data_ptr()
                 self.pool[block] = tensor.dtype
             values = None if schema.name in _UNINITIALIZED else tensor.clone()
@@ -107,24 +107,24 @@ class Recorder(StepTracer):
             if values is not None:
                 tensor.copy_(values)
 
-    def seen(self, schema: Schema, args: tuple, kwargs: dict, given: Sequence[Given], result: Any) -> None:
+    def on_operator(self, schema: Schema, args: tuple, kwargs: dict, inputs: Sequence[TensorArg], result: Any) -> None:
         """Record a call that repeats the operator over the same memory."""
         if self._is_traced:
-            super().seen(schema, args, kwargs, given, result)
+            super().on_operator(schema, args, kwargs, inputs, result)
         if schema.name in _UNINITIALIZED or schema.reshapes:
             return
         new: list[Tensor] = []
         if result is not None:
-            old = {key for *_, key in given}
+            old = {key for *_, key in inputs}
             new = [tensor for tensor in tensors_of(result) if storage_key(tensor) not in old]
         if not new and not schema.is_mutable:
             return  # a view
-        arguments = [self._argument(*each) for each in given]
+        arguments = [self._argument(*each) for each in inputs]
         arguments += (self._argument("result", tensor, True, storage_key(tensor)) for tensor in new)
         self.nodes.append(Node(schema.overload, schema.overload, *caller(), tuple(arguments)))
         self.calls.append(self._call(schema, args, kwargs, result, new, [argument.alias for argument in arguments]))
         # an index may depend on integers
-        if schema.is_own and any(is_written and not tensor.is_floating_point() for _, tensor, is_written, _ in given):
+        if schema.is_own and any(is_written and not tensor.is_floating_point() for _, tensor, is_written, _ in inputs):
             self.calls[-1]()
 
     def failing(self) -> tuple[str, tuple[str | None, int | None]] | tuple[()]:
@@ -138,19 +138,19 @@ class Recorder(StepTracer):
         return ()
 
     def _call(
-        self, schema: Schema, args: tuple, kwargs: dict, result: Any, new: list[Tensor], held: list[Tensor | None]
+        self, schema: Schema, args: tuple, kwargs: dict, result: Any, new: list[Tensor], keep_alive: list[Tensor | None]
     ) -> Callable[[], Any]:
         """Return a call that repeats an operator, and keeps no memory but the blocks and what is `held`."""
-        own: Any = bind(schema.operator, *values_of(schema, args, kwargs)) if schema.is_own else None
-        if isinstance(own, (NativeCall, NativeSequence)):
-            for call in own.calls if isinstance(own, NativeSequence) else [own]:
-                call.held = held
-            return own
+        bound: Any = bind(schema.operator, *values_of(schema, args, kwargs)) if schema.is_own else None
+        if isinstance(bound, (NativeCall, NativeSequence)):
+            for call in bound.calls if isinstance(bound, NativeSequence) else [bound]:
+                call.held = keep_alive
+            return bound
         fresh = {id(tensor) for tensor in new}
         outputs = [self._alias(leaf) if id(leaf) in fresh else None for leaf in flattened(result)]
         args, kwargs = mapped(lambda value: self._alias(value) if isinstance(value, Tensor) else value, (args, kwargs))
-        if own is not None:
-            return functools.partial(own.func, *values_of(schema, args, kwargs))
+        if bound is not None:
+            return functools.partial(bound.func, *values_of(schema, args, kwargs))
         if not new:
             return functools.partial(schema.operator._op, *args, **kwargs)
         return _into_outputs(schema.operator, args, kwargs, outputs)
@@ -159,16 +159,16 @@ class Recorder(StepTracer):
         self.moved_bytes += 0 if key is None else tensor.nbytes
         if key in self._blocks:
             return Argument(name, self._blocks[key][1], None, tensor.shape, key, None, is_written)
-        known = self._known.get(id(tensor)) or self._constants.known.get(id(tensor))
-        known = known or Known.of(tensor, self.owner_of(tensor))
-        return Argument(name, known.address, known.owner, tensor.shape, key, known.alias, is_written)
+        info = self._slot_infos.get(id(tensor)) or self._constants.infos.get(id(tensor))
+        info = info or TensorInfo.of(tensor, self.owner_of(tensor))
+        return Argument(name, info.address, info.owner, tensor.shape, key, info.alias, is_written)
 
     def _alias(self, tensor: Tensor) -> Tensor:
         """Return the same memory as another tensor; of an intermediate, the block."""
         block, _ = self._blocks.get(storage_key(tensor), (None, 0))
         if block is None:
-            return Known.of(tensor, None).alias
-        return placed(block.untyped_storage(), tensor)
+            return TensorInfo.of(tensor, None).alias
+        return tensor_over(block.untyped_storage(), tensor)
 
 
 def _into_outputs(func: Any, args: tuple, kwargs: dict, outputs: list[Tensor | None]) -> Callable[[], Any]:
@@ -190,12 +190,12 @@ def _out_version(func: Any) -> tuple[Any, list[str]]:
     """Return the operator's out= overload with the names of its outputs, or (None, [])."""
     if any(argument.name == "reduction" for argument in func._schema.arguments):
         return None, []  # losses resize their output, to compute in it
-    wanted = [(argument.name, str(argument.type)) for argument in func._schema.arguments]
+    inputs = [(argument.name, str(argument.type)) for argument in func._schema.arguments]
     for overload in func.overloadpacket.overloads():
         candidate = getattr(func.overloadpacket, overload)
         written = [a for a in candidate._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
         others = [(a.name, str(a.type)) for a in candidate._schema.arguments if a not in written]
-        if written and all(argument.kwarg_only for argument in written) and others == wanted:
+        if written and all(argument.kwarg_only for argument in written) and others == inputs:
             return candidate._op, [argument.name for argument in written]
     return None, []
 
@@ -218,7 +218,7 @@ class RecordedStepGraph(StepGraph):
             if (lost := recorder.lost_result(result, last[2:4])) is not None:
                 raise lost
             del watched, result
-            if not (is_first or recorder.memory.is_kept()):
+            if not (is_first or recorder.memory.is_referenced()):
                 break  # else the second run refuses what Python keeps from the first
             if is_first:
                 if trace is not None:

@@ -9,7 +9,7 @@ from itertools import groupby, product
 from typing import Any
 
 from graphdecode.buckets import StepShape
-from graphdecode.graphs.step_graph import Ready
+from graphdecode.graphs.step_graph import CapturedStep
 
 _NAMES_SHOWN = 8
 
@@ -55,7 +55,7 @@ class BucketReport:
         """The share of replayed rows that were padding."""
         return 1.0 - self.live_rows / (self.bucket * self.replays) if self.replays else 0.0
 
-    def take(self, ready: Ready, *, is_whole: bool) -> None:
+    def take(self, ready: CapturedStep, *, is_whole: bool) -> None:
         """Add the figures of a shape's graphs; times and memory of the halves are added to the whole's."""
         for graph, name in product(ready.graphs, ("capture_ms", "instantiate_ms", "pool_bytes", "driver_bytes")):
             setattr(self, name, getattr(self, name) + getattr(graph, name))
@@ -70,8 +70,8 @@ class BucketReport:
 
     def as_dict(self) -> dict:
         """Return the report as plain data."""
-        plain = {**vars(self), "nodes": dict(self.nodes), "kernels": dict(self.kernels)}
-        return plain | {"padding_share": self.padding_share}
+        fields = {**vars(self), "nodes": dict(self.nodes), "kernels": dict(self.kernels)}
+        return fields | {"padding_share": self.padding_share}
 
 
 @dataclass
@@ -110,9 +110,9 @@ class GraphReport:
         return "\n".join(lines)
 
     def _alike(self, key: Callable[[BucketReport], Any]) -> Iterator[tuple[Any, str]]:
-        for found, buckets in groupby(self.buckets, key=key):
-            if found:
-                yield found, ", ".join(bucket.name for bucket in buckets)
+        for value, buckets in groupby(self.buckets, key=key):
+            if value:
+                yield value, ", ".join(bucket.name for bucket in buckets)
 
     def _row(self, b: BucketReport) -> str:
         has_driver = self.backend == "cuda"

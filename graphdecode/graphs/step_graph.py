@@ -54,9 +54,9 @@ def slots_restored(buffers: StepBuffers) -> Iterator[None]:
 @contextmanager
 def no_row_live(*buffers: StepBuffers) -> Iterator[None]:
     """Make every row padding, so that a step changes nothing but the slots, which are restored."""
-    with ExitStack() as held:
+    with ExitStack() as stack:
         for each in buffers:
-            held.enter_context(slots_restored(each))
+            stack.enter_context(slots_restored(each))
             each.pad(0)
             each.set_live_rows(0)
         yield
@@ -208,7 +208,7 @@ class HostLoop(StepLoop):
 
 
 @dataclass(frozen=True)
-class Ready:
+class CapturedStep:
     """The callables that run a shape."""
 
     replays: Sequence[Replay]  # a step and the loop's epilogue, or the two halves of a step

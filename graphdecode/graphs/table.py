@@ -22,7 +22,7 @@ from graphdecode.graphs.backend import Backend, StalePointer
 from graphdecode.graphs.errors import CaptureError
 from graphdecode.graphs.inspect.picture import to_dot, to_svg
 from graphdecode.graphs.report import BucketReport, GraphReport
-from graphdecode.graphs.step_graph import Loop, LoopControl, Ready, Step, StepGraph, check_arguments, no_row_live
+from graphdecode.graphs.step_graph import CapturedStep, Loop, LoopControl, Step, StepGraph, check_arguments, no_row_live
 
 CAPTURE_TIMES = ("startup", "idle", "first-use")
 _WITHOUT_GRAPHS = {"prompts": "prompts are computed without graphs", "mixed": "prompts are computed by themselves"}
@@ -67,9 +67,9 @@ class GraphTable:
     ) -> None:
         if capture_when not in CAPTURE_TIMES:
             raise ArgumentError(f"capture_when must be one of {', '.join(CAPTURE_TIMES)}, got {capture_when!r}")
-        most, held = ladder.max_batch_size, buffers.max_batch_size
-        if most > held:
-            raise ArgumentError(f"the ladder goes up to {most} rows, the buffers hold {held}")
+        most, capacity = ladder.max_batch_size, buffers.max_batch_size
+        if most > capacity:
+            raise ArgumentError(f"the ladder goes up to {most} rows, the buffers hold {capacity}")
         memory = [buffers] if prompts is None else [buffers, prompts]
         self.buffers, self.prompts = memory[0], memory[-1]
         self.ladder = self._full_ladder = ladder
@@ -83,7 +83,7 @@ class GraphTable:
         self._requested: dict[StepShape, None] = {}  # shapes with prompts after their first step ("idle")
         self._choices, self._computed_in = choices, computed_in
         self._control = None if loop is None else LoopControl(loop, buffers)
-        self._ready: dict[StepShape, tuple[Ready, BucketReport]] = {}
+        self._ready: dict[StepShape, tuple[CapturedStep, BucketReport]] = {}
         self._reports: dict[StepShape, BucketReport] = {}
         self._enabled: set[str] = set()  # kinds of shapes that may run: captured, or to be captured at first use
         self._verified: int | None = None  # rows of the last run; addresses are verified when they change
@@ -150,8 +150,8 @@ class GraphTable:
     def _next_to_capture(self, kinds: Collection[str]) -> StepShape | None:
         if self._captures_lazily:  # probe one mixed step
             return next(iter([] if "mixed" in self._enabled or "mixed" not in kinds else self.ladder.of("mixed")), None)
-        wanted = (shape for shape in reversed(self.ladder.at_startup) if shape.kind in kinds)
-        return next((shape for shape in wanted if shape not in self._ready), None)
+        candidates = (shape for shape in reversed(self.ladder.at_startup) if shape.kind in kinds)
+        return next((shape for shape in candidates if shape not in self._ready), None)
 
     def _probe(self, shape: StepShape) -> None:
         """Run a mixed step eagerly, with no row live: a model that cannot mix raises now."""
@@ -191,7 +191,7 @@ class GraphTable:
             ready = (self._backend.eager if is_eager else self._backend.captured)(*self._arguments_of(shape))
         self._add(shape, ready)
 
-    def _add(self, shape: StepShape, ready: Ready) -> None:
+    def _add(self, shape: StepShape, ready: CapturedStep) -> None:
         self._ready[shape] = ready, self._report_at(shape)
         self._report_at(shape).take(ready, is_whole=shape.part == "whole")
 
@@ -200,7 +200,7 @@ class GraphTable:
         return self._reports.setdefault(shape._replace(part="whole"), BucketReport.of(shape, "waiting"))
 
     def run(
-        self, wanted: StepShape, *, steps: int | None = None, meanwhile: Callable[[], None] | None = None
+        self, requested: StepShape, *, steps: int | None = None, meanwhile: Callable[[], None] | None = None
     ) -> StepShape | None:
         """Run a step in the smallest shape that holds it, and return that shape; None if no shape does.
 
@@ -219,16 +219,16 @@ class GraphTable:
             FrozenError: a slot, adopted tensor or constant was moved.
             StalePointerError: strict, and the owner of an address in the graph has changed.
         """
-        if meanwhile is not None and wanted.part == "whole":
-            raise RuntimeError(f"{wanted} does not run in halves")
-        shape = self.ladder.fit(wanted)
-        rows, prompt_tokens = wanted.rows, wanted.prompt_tokens
+        if meanwhile is not None and requested.part == "whole":
+            raise RuntimeError(f"{requested} does not run in halves")
+        shape = self.ladder.fit(requested)
+        rows, prompt_tokens = requested.rows, requested.prompt_tokens
         if shape is None or (prompt_tokens and shape.kind not in self._enabled):
             return None
-        fitting, found = shape, self._ready.get(shape)
-        if is_first := found is None:
-            shape, found = self._fallback(shape, wanted)
-        ready, report = found
+        fitting, captured = shape, self._ready.get(shape)
+        if is_first := captured is None:
+            shape, captured = self._fallback(shape, requested)
+        ready, report = captured
         size = rows or prompt_tokens
         if self._strict or is_first or self._verified != size:
             self.verify()
@@ -257,7 +257,7 @@ class GraphTable:
                 self._capture_or_stay_eager(fitting)
         return shape
 
-    def _run_halves(self, ready: Ready, meanwhile: Callable[[], None]) -> None:
+    def _run_halves(self, ready: CapturedStep, meanwhile: Callable[[], None]) -> None:
         first, second = ready.replays
         if self.buffers.device.type == "cuda":  # launches are asynchronous
             first()
@@ -271,7 +271,7 @@ class GraphTable:
                 done.result()
         second()
 
-    def _fallback(self, shape: StepShape, wanted: StepShape) -> tuple[StepShape, tuple[Ready, BucketReport]]:
+    def _fallback(self, shape: StepShape, requested: StepShape) -> tuple[StepShape, tuple[CapturedStep, BucketReport]]:
         """Return what runs a shape without a graph: the next larger captured one, or the step eagerly."""
         if self._is_closed:
             raise RuntimeError(f"{shape} has no graph any more: the graphs were closed")
@@ -279,7 +279,7 @@ class GraphTable:
             raise RuntimeError(f"{shape} was not captured: call capture() first")
         if shape.part != "whole":
             return shape, (self._backend.eager(*self._arguments_of(shape)), self._report_at(shape))
-        for other in self.ladder.holding(wanted):
+        for other in self.ladder.holding(requested):
             if other in self._ready and self._ready[other][0].graphs:
                 return other, self._ready[other]
         self._report_at(shape).eager_runs += 1
@@ -293,10 +293,10 @@ class GraphTable:
                 self._capture(fitting)
         except CaptureError as error:
             self._add(fitting, self._backend.eager(*self._arguments_of(fitting)))
-            what = f"the halves of {fitting._replace(part='whole')} stay"
+            subject = f"the halves of {fitting._replace(part='whole')} stay"
             if fitting.part == "whole":
-                what, self._report_at(fitting).error = f"{fitting} stays", str(error)
-            warnings.warn(f"{what} eager: {error}", RuntimeWarning, stacklevel=3)
+                subject, self._report_at(fitting).error = f"{fitting} stays", str(error)
+            warnings.warn(f"{subject} eager: {error}", RuntimeWarning, stacklevel=3)
 
     def replay(self, batch_size: int) -> int:
         """Run one step of the first `batch_size` rows, and return the bucket that ran; see `run`."""
@@ -409,8 +409,8 @@ class GraphTable:
     def _drop(self, kinds: Collection[str]) -> None:
         self._enabled.difference_update(kinds)
         self._verified = None
-        gone = [self._ready.pop(shape)[0] for shape in list(self._ready) if shape.kind in kinds]
-        self._backend.release(gone, is_last=not self._ready)
+        dropped = [self._ready.pop(shape)[0] for shape in list(self._ready) if shape.kind in kinds]
+        self._backend.release(dropped, is_last=not self._ready)
         if "steps" in kinds and self._host_thread is not None:
             self._host_thread.shutdown()
             self._host_thread = None

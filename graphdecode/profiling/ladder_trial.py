@@ -65,10 +65,10 @@ class Trial:
 
     def ratio(self, name: str, over: str) -> Ratio:
         """Return how one ladder's step compares with another's."""
-        own, other = self.ladders[name], self.ladders[over]
-        ratios = [mine / theirs for mine, theirs in zip(own.rounds_ms, other.rounds_ms, strict=True)]
+        first, second = self.ladders[name], self.ladders[over]
+        ratios = [mine / theirs for mine, theirs in zip(first.rounds_ms, second.rounds_ms, strict=True)]
         low, median, high = np.percentile(ratios, [25, 50, 75])
-        return Ratio(float(median), own.quiet_ms / other.quiet_ms, float((high - low) / 2 / median))
+        return Ratio(float(median), first.quiet_ms / second.quiet_ms, float((high - low) / 2 / median))
 
 
 def trace_of(counts: Mapping[int, int], steps: int) -> list[int]:
@@ -113,12 +113,12 @@ def try_ladders(
     )
     longest = decoder.config.max_position_embeddings - STEPS_PER_STAGING
     if context > longest:
-        why = f"the length of {model}, less some steps"
-        raise ArgumentError(f"context must be in 1..{longest} ({why}), got {context}")
+        reason = f"the length of {model}, less some steps"
+        raise ArgumentError(f"context must be in 1..{longest} ({reason}), got {context}")
     trace = trace_of(counts, steps)
-    with ExitStack() as held:
+    with ExitStack() as stack:
         runs = {
-            name: _LadderRun(decoder, replace(config, batch_sizes=ladder.sizes), context, held)
+            name: _LadderRun(decoder, replace(config, batch_sizes=ladder.sizes), context, stack)
             for name, ladder in ladders.items()
         }
         visits = [name for index in range(rounds + 1) for name in list(ladders)[:: -1 if index % 2 else 1]]
@@ -132,11 +132,11 @@ def try_ladders(
 class _LadderRun:
     """One ladder's graphs, and the times of its rounds."""
 
-    def __init__(self, decoder: Model, config: BucketConfig, context: int, held: ExitStack) -> None:
+    def __init__(self, decoder: Model, config: BucketConfig, context: int, stack: ExitStack) -> None:
         self.runner: Runner = make_runner(decoder, config, prefix_cache=False)
-        held.callback(self.runner.close)
+        stack.callback(self.runner.close)
         self._captured = self.runner.graphs.capture(progress=False, kinds=["steps"]).buckets
-        self._rows = held.enter_context(rows_at(self.runner, config.max_batch_size, context))
+        self._rows = stack.enter_context(rows_at(self.runner, config.max_batch_size, context))
         self._rounds_ms: list[float] = []
 
     def run(self, trace: list[int]) -> None:

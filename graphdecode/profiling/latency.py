@@ -76,14 +76,14 @@ def _row(
     }
 
 
-def back_to_back_ms(launch: Callable[[], object], count: int, *, is_held: bool = True) -> list[float]:
+def back_to_back_ms(launch: Callable[[], object], count: int, *, is_queued_first: bool = True) -> list[float]:
     """Return the time of each of `count` consecutive steps on a GPU in ms.
 
-    `is_held`: hold the device until the host has launched all, so that launches do not count.
+    `is_queued_first`: hold the device until the host has launched all, so that launches do not count.
     """
     events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
     hold = getattr(torch.cuda, "_sleep", None)
-    if is_held and hold is not None:
+    if is_queued_first and hold is not None:
         hold(_HELD_CYCLES)
     events[0].record()
     for event in events[1:]:
@@ -225,8 +225,8 @@ class LatencyProfiler:
                         if repeat > 1:  # the first use may capture
                             times.setdefault((bucket, queries), []).append(1e3 * (time.perf_counter() - began))
         return [
-            {"bucket": bucket, "queries": queries, "context": context, "step_ms": statistics.median(found)}
-            for (bucket, queries), found in times.items()
+            {"bucket": bucket, "queries": queries, "context": context, "step_ms": statistics.median(step_ms)}
+            for (bucket, queries), step_ms in times.items()
         ]
 
     def replayed(
@@ -265,7 +265,7 @@ class LatencyProfiler:
             self._stage(rows)
             steps = min(STEPS_PER_STAGING, count + 2 - len(step_ms))
             if self._is_cuda:
-                step_ms += back_to_back_ms(run, steps, is_held=False)
+                step_ms += back_to_back_ms(run, steps, is_queued_first=False)
                 continue
             times = [time.perf_counter()]
             for _ in range(steps):

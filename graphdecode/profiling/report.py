@@ -102,8 +102,8 @@ def draw_latency(figure: Any, profile: dict) -> None:
 
 def _tick_buckets(axes: Any, buckets: list[int]) -> None:
     """Put ticks at the buckets if there is room."""
-    apart = min((b - a for a, b in itertools.pairwise(buckets)), default=1)
-    if len(buckets) <= _TICKED_BUCKETS and apart * 25 >= buckets[-1]:
+    spacing = min((b - a for a, b in itertools.pairwise(buckets)), default=1)
+    if len(buckets) <= _TICKED_BUCKETS and spacing * 25 >= buckets[-1]:
         axes.set_xticks(buckets)
 
 
@@ -114,13 +114,13 @@ def draw_padding(figure: Any, profile: dict) -> None:
     cost = {row["bucket"]: row["step_ms"]["p50"] for row in rows}
     buckets, steps = list(cost), list(cost.values())
     sizes = np.arange(1, buckets[-1] + 1)
-    taken = np.array([cost[min(bucket for bucket in cost if bucket >= size)] for size in sizes])
-    own = np.interp(sizes, buckets, steps)
+    padded_ms = np.array([cost[min(bucket for bucket in cost if bucket >= size)] for size in sizes])
+    unpadded_ms = np.interp(sizes, buckets, steps)
     padded = len(buckets) < len(sizes)
     if padded:
         label = "cost of padding (between buckets: interpolated)"
-        axes.bar(sizes, taken - own, 1.0, bottom=own, alpha=0.25, label=label)
-    axes.step(sizes, taken, where="mid", label="step of the bucket that a batch runs in")
+        axes.bar(sizes, padded_ms - unpadded_ms, 1.0, bottom=unpadded_ms, alpha=0.25, label=label)
+    axes.step(sizes, padded_ms, where="mid", label="step of the bucket that a batch runs in")
     axes.plot(buckets, steps, "o", color="black", markersize=4, label="bucket")
     axes.set(xlabel="batch size (live rows)", ylabel="step, median (ms)")
     none = "" if padded else ": no padding, every batch size is a bucket"

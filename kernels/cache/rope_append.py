@@ -77,7 +77,7 @@ def _rope_append_kernel(
     position = tl.load(positions + token)
     row = tl.load(rows + token).to(tl.int64)
     page = tl.load(cache.table + row * cache.table_stride + position // PAGE_SIZE).to(tl.int64)
-    place = position % PAGE_SIZE
+    slot = position % PAGE_SIZE
 
     is_query = head < qo_heads
     is_key = (head >= qo_heads) & (head < qo_heads + kv_heads)
@@ -124,8 +124,8 @@ def _rope_append_kernel(
         to_compute(rotated, element) if KV_BITS == "int8" else rotated.to(element),
         mask=is_query[:, None] & is_rotated,
     )
-    scales_at = page * cache.scales_page_stride + place
-    k_at = cache.k_cache + page * cache.k_page_stride + place * cache.k_token_stride
+    scales_at = page * cache.scales_page_stride + slot
+    k_at = cache.k_cache + page * cache.k_page_stride + slot * cache.k_token_stride
     key_head = head - qo_heads
     inside = is_key[:, None] & is_rotated
     k_at = k_at + (key_head * cache.k_head_stride)[:, None] + dims[None, :]
@@ -136,7 +136,7 @@ def _rope_append_kernel(
     is_value = (value_head >= 0) & (value_head < value_heads)
     inside = is_value[:, None] & (dims < HEAD_DIM)[None, :]
     value = tl.load(source + head[:, None] * HEAD_DIM + dims[None, :], mask=inside, other=0.0).to(tl.float32)
-    v_at = cache.v_cache + page * cache.v_page_stride + place * cache.v_token_stride
+    v_at = cache.v_cache + page * cache.v_page_stride + slot * cache.v_token_stride
     v_at = v_at + (value_head * cache.v_head_stride)[:, None] + dims[None, :]
     v_scales = scales_at + value_head * cache.scales_head_stride
     _keep(value, v_at, inside, cache.v_unit, cache.v_scales, v_scales, is_value, KV_BITS, ROPE.IS_FP8)
@@ -223,10 +223,12 @@ def rope_append(
         q_out[:count] = within(rotated[:, :qo_heads], q_out.dtype)
     else:
         q_out[:count] = rotated[:, :qo_heads]
-    pages, places = page_table[row, position // page_size].long(), position % page_size
+    pages, slots = page_table[row, position // page_size].long(), position % page_size
     units, of_pages = (k_scale, v_scale), scales or (None, None)
-    for cache, new, unit, own in zip((k_cache, v_cache), (rotated[:, qo_heads:], values), units, of_pages, strict=True):
-        format_of(cache.dtype).write(cache, (pages, places), new, unit, own)
+    for cache, new, unit, cache_scales in zip(
+        (k_cache, v_cache), (rotated[:, qo_heads:], values), units, of_pages, strict=True
+    ):
+        format_of(cache.dtype).write(cache, (pages, slots), new, unit, cache_scales)
 
 
 def _normed_heads(x: Tensor, weight: Tensor, eps: float) -> Tensor:

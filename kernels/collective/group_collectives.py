@@ -14,9 +14,9 @@ from ..native.registration import Written, operator
 
 def _gathered(part: Tensor, ranks: int) -> Tensor:
     """Return the tensors of all ranks, [ranks, ...]."""
-    found = part.new_empty((ranks, *part.shape))
-    dist.all_gather_into_tensor(found.flatten(0, 1), part)
-    return found
+    gathered = part.new_empty((ranks, *part.shape))
+    dist.all_gather_into_tensor(gathered.flatten(0, 1), part)
+    return gathered
 
 
 @operator()
@@ -48,7 +48,7 @@ def group_all_gather(out: Written[Tensor], part: Tensor, ranks: int) -> None:
     columns = out.shape[1]
     widest = -(-columns // ranks)
     padded = torch.nn.functional.pad(part, (0, widest - part.shape[1]))
-    found = _gathered(padded, ranks)
+    gathered = _gathered(padded, ranks)
     for rank in range(ranks):
         begin, end = columns * rank // ranks, columns * (rank + 1) // ranks
-        out[:, begin:end].copy_(found[rank, :, : end - begin])
+        out[:, begin:end].copy_(gathered[rank, :, : end - begin])

@@ -20,7 +20,7 @@
 typedef struct {
     _Atomic int64_t *words;
     char *data;
-    int64_t rank, count, place_bytes;
+    int64_t rank, count, area_bytes;
     int64_t meeting; /* number of the last meeting that this rank joined */
 } board_view;
 
@@ -31,8 +31,8 @@ static inline board_view board_of(int64_t *words, int64_t size, int64_t rank, in
     return (board_view){board, (char *)(words + BOARD_HEADER), rank, count, place, meeting};
 }
 
-static inline char *place_at(const board_view *board, int64_t rank, int64_t meeting) {
-    return board->data + (meeting % 2 * board->count + rank) * board->place_bytes;
+static inline char *area_at(const board_view *board, int64_t rank, int64_t meeting) {
+    return board->data + (meeting % 2 * board->count + rank) * board->area_bytes;
 }
 
 static inline int64_t now_ns(void) {
@@ -77,19 +77,19 @@ static int await_rank(const board_view *board, int64_t rank, int64_t meeting) {
 }
 
 /* Come to the next meeting with data in this rank's place for it, and wait for all others; whether they came, and with
- * the same in mind: `brought` is what is computed, and how much. */
-static int meet(board_view *board, int64_t brought) {
+ * the same in mind: `operation` is what is computed, and how much. */
+static int rendezvous(board_view *board, int64_t operation) {
     _Atomic int64_t *own = &board->words[BOARD_LINE * (1 + board->rank)];
     int64_t meeting = ++board->meeting;
     /* the board of the meeting before is not written before all have read it, so that neither is this word */
-    atomic_store_explicit(&own[BOARD_BROUGHT + meeting % 2], brought, memory_order_relaxed);
+    atomic_store_explicit(&own[BOARD_OPERATION + meeting % 2], operation, memory_order_relaxed);
     atomic_store_explicit(&own[BOARD_CORE], own_core(), memory_order_relaxed);
     atomic_store_explicit(&own[BOARD_ARRIVED], meeting, memory_order_release);
     for (int64_t rank = 0; rank < board->count; rank++) {
         if (rank == board->rank) continue;
         if (!await_rank(board, rank, meeting)) return 0;
         _Atomic int64_t *line = &board->words[BOARD_LINE * (1 + rank)];
-        if (atomic_load_explicit(&line[BOARD_BROUGHT + meeting % 2], memory_order_relaxed) != brought) {
+        if (atomic_load_explicit(&line[BOARD_OPERATION + meeting % 2], memory_order_relaxed) != operation) {
             tell_late(board, BOARD_MOST_RANKS + rank);
             return 0;
         }
@@ -109,27 +109,27 @@ static void reduce_run(const void *job, int64_t begin, int64_t end) {
     const board_view *board = j->board;
     int64_t i = begin;
     for (; i + LANES <= end; i += LANES) {
-        vec sum = load((const element *)place_at(board, 0, board->meeting) + i);
+        vec sum = load((const element *)area_at(board, 0, board->meeting) + i);
         for (int64_t rank = 1; rank < board->count; rank++)
-            sum += load((const element *)place_at(board, rank, board->meeting) + i);
+            sum += load((const element *)area_at(board, rank, board->meeting) + i);
         store(j->x + i, sum);
     }
     for (; i < end; i++) {
-        float sum = widen(((const element *)place_at(board, 0, board->meeting))[i]);
+        float sum = widen(((const element *)area_at(board, 0, board->meeting))[i]);
         for (int64_t rank = 1; rank < board->count; rank++)
-            sum += widen(((const element *)place_at(board, rank, board->meeting))[i]);
+            sum += widen(((const element *)area_at(board, rank, board->meeting))[i]);
         j->x[i] = narrow(sum);
     }
 }
 
 KERNEL(shared_all_reduce) {
     board_view board = board_of(a->board.data, a->board.size[0], a->rank, a->ranks);
-    int64_t total = a->x.size[0] * a->x.size[1], most = board.place_bytes / (int64_t)sizeof(element);
+    int64_t total = a->x.size[0] * a->x.size[1], most = board.area_bytes / (int64_t)sizeof(element);
     for (int64_t begin = 0; begin < total && !is_over(&board); begin += most) {
         int64_t count = least_of(most, total - begin);
         element *x = (element *)a->x.data + begin;
-        memcpy(place_at(&board, board.rank, board.meeting + 1), x, count * sizeof(element));
-        if (!meet(&board, 2 * count)) return;
+        memcpy(area_at(&board, board.rank, board.meeting + 1), x, count * sizeof(element));
+        if (!rendezvous(&board, 2 * count)) return;
         reduce_job job = {&board, x};
         parallel(threads, reduce_run, &job, count, PARALLEL_WORK);
     }
@@ -140,14 +140,14 @@ KERNEL(shared_all_gather) {
     board_view board = board_of(a->board.data, a->board.size[0], a->rank, a->ranks);
     int64_t rows = a->out.size[0], columns = a->out.size[1], own = a->part.size[1];
     int64_t widest = (columns + board.count - 1) / board.count;
-    int64_t most = board.place_bytes / (widest * (int64_t)sizeof(element));
+    int64_t most = board.area_bytes / (widest * (int64_t)sizeof(element));
     for (int64_t begin = 0; begin < rows && !is_over(&board); begin += most) {
         int64_t count = least_of(most, rows - begin);
-        memcpy(place_at(&board, board.rank, board.meeting + 1), (const element *)a->part.data + begin * own,
+        memcpy(area_at(&board, board.rank, board.meeting + 1), (const element *)a->part.data + begin * own,
                count * own * sizeof(element));
-        if (!meet(&board, 2 * count * columns + 1)) return;
+        if (!rendezvous(&board, 2 * count * columns + 1)) return;
         for (int64_t rank = 0; rank < board.count; rank++) {
-            const element *place = (const element *)place_at(&board, rank, board.meeting);
+            const element *place = (const element *)area_at(&board, rank, board.meeting);
             int64_t first = columns * rank / board.count, width = columns * (rank + 1) / board.count - first;
             for (int64_t row = 0; row < count; row++)
                 memcpy((element *)a->out.data + (begin + row) * columns + first, place + row * width,

@@ -19,27 +19,27 @@ MOST_RANKS = 64
 LATE = 0  # word of the first line: 1 + the rank that is missing; MOST_RANKS more: the rank joined with other work
 LIMIT_MS = 1  # word of the first line: how long ranks wait for each other
 ARRIVED = 0  # word of a rank's line: meetings that it has joined
-BROUGHT = 1  # two words of a rank's line: what it computes, so that ranks detect a mismatch
+OPERATION = 1  # two words of a rank's line: what it computes, so that ranks detect a mismatch
 CORE = 3  # word of a rank's line: 1 + the core that it last ran on; 0: unknown
 HEADER = LINE * (1 + MOST_RANKS)  # words before the data
 
 WORDS = {"BOARD_LINE": LINE, "BOARD_LATE": LATE, "BOARD_LIMIT_MS": LIMIT_MS, "BOARD_HEADER": HEADER}
-WORDS |= {"BOARD_ARRIVED": ARRIVED, "BOARD_BROUGHT": BROUGHT, "BOARD_MOST_RANKS": MOST_RANKS, "BOARD_CORE": CORE}
+WORDS |= {"BOARD_ARRIVED": ARRIVED, "BOARD_OPERATION": OPERATION, "BOARD_MOST_RANKS": MOST_RANKS, "BOARD_CORE": CORE}
 
 
-def board_words(ranks: int, place_bytes: int) -> int:
-    """Return the size of a board with data areas of `place_bytes`, in words of 8 bytes."""
-    return HEADER + 2 * ranks * -(-place_bytes // (8 * LINE)) * LINE
+def board_words(ranks: int, area_bytes: int) -> int:
+    """Return the size of a board with data areas of `area_bytes`, in words of 8 bytes."""
+    return HEADER + 2 * ranks * -(-area_bytes // (8 * LINE)) * LINE
 
 
-def place_bytes_of(board: Tensor, ranks: int) -> int:
+def area_bytes_of(board: Tensor, ranks: int) -> int:
     """Return the bytes of a data area of a board."""
     return (board.numel() - HEADER) // (2 * ranks) // LINE * LINE * 8
 
 
-def place_of(board: Tensor, ranks: int, rank: int, meeting: int, dtype: torch.dtype) -> Tensor:
+def area_of(board: Tensor, ranks: int, rank: int, meeting: int, dtype: torch.dtype) -> Tensor:
     """Return a rank's data area for a meeting, as a tensor of a dtype."""
-    words = place_bytes_of(board, ranks) // 8
+    words = area_bytes_of(board, ranks) // 8
     begin = HEADER + (meeting % 2 * ranks + rank) * words
     return board[begin : begin + words].view(dtype)
 
@@ -47,7 +47,7 @@ def place_of(board: Tensor, ranks: int, rank: int, meeting: int, dtype: torch.dt
 _LOOK_SECONDS = 5e-5
 
 
-def meet(board: Tensor, rank: int, ranks: int, brought: int, data: Tensor) -> int | None:
+def rendezvous(board: Tensor, rank: int, ranks: int, operation: int, data: Tensor) -> int | None:
     """Write data to the board, and wait for all ranks; return the meeting's number, None if a rank is missing.
 
     It is the reference of `shared_collectives.c`, and serves dtypes without a C kernel.
@@ -56,7 +56,7 @@ def meet(board: Tensor, rank: int, ranks: int, brought: int, data: Tensor) -> in
         board: the shared memory.
         rank: the caller's rank.
         ranks: number of ranks.
-        brought: operation and size; the same on all ranks.
+        operation: operation and size; the same on all ranks.
         data: contiguous.
     """
     words = board[:HEADER].numpy()
@@ -64,8 +64,8 @@ def meet(board: Tensor, rank: int, ranks: int, brought: int, data: Tensor) -> in
     meeting = int(lines[1 + rank, ARRIVED]) + 1
     if words[LATE]:
         return None
-    place_of(board, ranks, rank, meeting, data.dtype)[: data.numel()].copy_(data.reshape(-1))
-    lines[1 + rank, BROUGHT + meeting % 2] = brought
+    area_of(board, ranks, rank, meeting, data.dtype)[: data.numel()].copy_(data.reshape(-1))
+    lines[1 + rank, OPERATION + meeting % 2] = operation
     lines[1 + rank, ARRIVED] = meeting
     waited = 0.0
     for other in range(ranks):
@@ -76,7 +76,7 @@ def meet(board: Tensor, rank: int, ranks: int, brought: int, data: Tensor) -> in
                 words[LATE] = other + 1
             if words[LATE]:
                 return None
-        if lines[1 + other, BROUGHT + meeting % 2] != brought:
+        if lines[1 + other, OPERATION + meeting % 2] != operation:
             words[LATE] = MOST_RANKS + other + 1
             return None
     return meeting
@@ -95,14 +95,14 @@ def shared_all_reduce(x: Written[Tensor], board: Written[Int64], rank: int, rank
         rank: the caller's rank.
         ranks: number of ranks.
     """
-    flat, most = x.view(-1), place_bytes_of(board, ranks) // x.element_size()
+    flat, most = x.view(-1), area_bytes_of(board, ranks) // x.element_size()
     for piece in flat.split(most):
         count = piece.numel()
-        meeting = meet(board, rank, ranks, 2 * count, piece)
+        meeting = rendezvous(board, rank, ranks, 2 * count, piece)
         if meeting is None:
             return
-        places = (place_of(board, ranks, each, meeting, x.dtype)[:count].float() for each in range(ranks))
-        piece.copy_(functools.reduce(torch.add, places))
+        areas = (area_of(board, ranks, each, meeting, x.dtype)[:count].float() for each in range(ranks))
+        piece.copy_(functools.reduce(torch.add, areas))
 
 
 @operator(is_compiled=True, constants=WORDS)
@@ -120,11 +120,11 @@ def shared_all_gather(out: Written[Tensor], part: Tensor, board: Written[Int64],
     """
     columns = out.shape[1]
     bounds = [columns * each // ranks for each in range(ranks + 1)]
-    most = place_bytes_of(board, ranks) // (-(-columns // ranks) * out.element_size())
-    for whole, own in zip(out.split(most), part.split(most), strict=True):
-        meeting = meet(board, rank, ranks, 2 * len(own) * columns + 1, own)
+    most = area_bytes_of(board, ranks) // (-(-columns // ranks) * out.element_size())
+    for whole, part_rows in zip(out.split(most), part.split(most), strict=True):
+        meeting = rendezvous(board, rank, ranks, 2 * len(part_rows) * columns + 1, part_rows)
         if meeting is None:
             return
         for each, (begin, end) in enumerate(pairwise(bounds)):
-            place = place_of(board, ranks, each, meeting, out.dtype)[: len(own) * (end - begin)]
-            whole[:, begin:end].copy_(place.view(len(own), end - begin))
+            area = area_of(board, ranks, each, meeting, out.dtype)[: len(part_rows) * (end - begin)]
+            whole[:, begin:end].copy_(area.view(len(part_rows), end - begin))

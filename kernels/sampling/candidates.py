@@ -19,15 +19,17 @@ BLOCK_SUMS = 3  # int64 [3, BLOCKS] of a row, see `take_blocks`
 def sketch_bin(distance):
     """Return the bin of float32 distances >= 0: 64 bins of 1/8, 32 of 1/4, 31 of 1/2, one for larger ones and NaN."""
     near = tl.where(distance < 32.0, distance, 32.0)
-    place = tl.where(near < 8.0, 8.0 * near, tl.where(near < 16.0, 4.0 * near + 32.0, 2.0 * near + 64.0))
-    return tl.minimum(place.to(tl.int32), 127)
+    position = tl.where(near < 8.0, 8.0 * near, tl.where(near < 16.0, 4.0 * near + 32.0, 2.0 * near + 64.0))
+    return tl.minimum(position.to(tl.int32), 127)
 
 
 @triton.jit
 def bin_begin(bins):
     """Return the lower bound of bins; the last one has no upper bound."""
-    place = bins.to(tl.float32)
-    begin = tl.where(bins < 64, place * 0.125, tl.where(bins < 96, (place - 32.0) * 0.25, (place - 64.0) * 0.5))
+    position = bins.to(tl.float32)
+    begin = tl.where(
+        bins < 64, position * 0.125, tl.where(bins < 96, (position - 32.0) * 0.25, (position - 64.0) * 0.5)
+    )
     return tl.where(bins < 128, begin, float("inf"))
 
 
@@ -48,9 +50,9 @@ def candidate_window(sketch, block_max, block_sum, temperature, largest, k, top_
         top_p: required share of the weight, in [0, 1).
         by_count: whether `k` applies, not `top_p`.
     """
-    places = tl.arange(0, META.BLOCKS_PADDED * META.BINS)
-    bins, blocks = places % META.BINS, places // META.BINS
-    counts = tl.load(sketch + places, mask=blocks < META.BLOCKS, other=0).to(tl.float32)
+    offsets = tl.arange(0, META.BLOCKS_PADDED * META.BINS)
+    bins, blocks = offsets % META.BINS, offsets // META.BINS
+    counts = tl.load(sketch + offsets, mask=blocks < META.BLOCKS, other=0).to(tl.float32)
     maxima = tl.load(block_max + blocks, mask=blocks < META.BLOCKS, other=float("-inf"))
     apart = largest - tl.div_rn(maxima, temperature)
     nearest, farthest = apart + bin_begin(bins), apart + bin_begin(bins + 1)
@@ -79,7 +81,7 @@ def candidate_window(sketch, block_max, block_sum, temperature, largest, k, top_
 
 
 @triton.jit
-def take_blocks(row_memory, vocab, largest, least, most, given, lowest_weight, is_thresholded, META: tl.constexpr):
+def take_blocks(row_memory, vocab, largest, least, most, params, lowest_weight, is_thresholded, META: tl.constexpr):
     """Draw from a program's blocks of a row above the window [least, most], and list the candidates inside it.
 
     For each block it writes the best key of tokens above the window, of at least `lowest_weight`, and its id; and for
@@ -96,13 +98,13 @@ def take_blocks(row_memory, vocab, largest, least, most, given, lowest_weight, i
         token = tl.full([], 2147483647, dtype=tl.int32)
         if tl.max(racing.to(tl.int32), axis=0) > 0:
             keys = race_keys(
-                values - largest, noise_of_block(given.seed, given.position, block * META.BLOCK, META.BLOCK)
+                values - largest, noise_of_block(params.seed, params.position, block * META.BLOCK, META.BLOCK)
             )
             key, token = best_of(tl.where(racing, keys, float("-inf")), columns)
         tl.store(row_memory.keys + block, key)
         tl.store(row_memory.ids + block, token)
         if is_thresholded:
-            measures = tl.where(given.by_count, 1, weights)
+            measures = tl.where(params.by_count, 1, weights)
             between = (values >= least) & (values <= most)
             tl.store(row_memory.sums + block, tl.sum(tl.where(above, measures, 0), axis=0))
             tl.store(row_memory.sums + META.BLOCKS + block, tl.sum(tl.where(between, weights, 0), axis=0))
@@ -110,7 +112,9 @@ def take_blocks(row_memory, vocab, largest, least, most, given, lowest_weight, i
             picked = between.to(tl.int32)
             count = tl.sum(picked, axis=0)
             if count > 0:
-                places = tl.atomic_add(row_memory.candidate_count, count, sem="relaxed") + tl.cumsum(picked, axis=0) - 1
-                kept = between & (places < META.CAPACITY)
-                tl.store(row_memory.candidates + places, values, mask=kept)
-                tl.store(row_memory.candidate_ids + places, columns, mask=kept)
+                offsets = (
+                    tl.atomic_add(row_memory.candidate_count, count, sem="relaxed") + tl.cumsum(picked, axis=0) - 1
+                )
+                fits = between & (offsets < META.CAPACITY)
+                tl.store(row_memory.candidates + offsets, values, mask=fits)
+                tl.store(row_memory.candidate_ids + offsets, columns, mask=fits)

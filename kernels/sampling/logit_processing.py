@@ -41,9 +41,9 @@ def processed_logits(
         while biased_id >= 0:
             values = tl.where(columns == biased_id, values + bias, values)
             index += 1
-            place = wide_row * META.BIASES + tl.minimum(index, META.BIASES - 1)
-            biased_id = tl.where(index < META.BIASES, tl.load(slots.bias_ids + place), -1)
-            bias = tl.load(slots.bias_values + place)
+            offset = wide_row * META.BIASES + tl.minimum(index, META.BIASES - 1)
+            biased_id = tl.where(index < META.BIASES, tl.load(slots.bias_ids + offset), -1)
+            bias = tl.load(slots.bias_values + offset)
     if META.PENALTIES:  # noqa: SIM102 - decided at compile time; the other at run time
         if (flags & K.FLAG_PENALTIES) != 0:
             counts = tl.load(state.token_counts + wide_row * counts_stride + columns, mask=inside, other=0)
@@ -69,24 +69,24 @@ def processed_logits(
         values = tl.where(((allowed >> (columns % K.MASK_BITS)) & 1) != 0, values, float("-inf"))
     if META.BAD_WORDS:  # noqa: SIM102 - decided at compile time
         if (flags & K.FLAG_BAD_WORDS) != 0:
-            places = tl.arange(0, K.BAD_WORD_LENGTH)
+            offsets = tl.arange(0, K.BAD_WORD_LENGTH)
             # the recent tokens at a word's positions, if its last one is at `position`; see `advance`
             past = tl.load(
-                state.recent_tokens + wide_row * K.BAD_WORD_LENGTH + (position + 1 + places) % K.BAD_WORD_LENGTH
+                state.recent_tokens + wide_row * K.BAD_WORD_LENGTH + (position + 1 + offsets) % K.BAD_WORD_LENGTH
             )
-            words = slots.bad_words + wide_row * (META.WORDS * K.BAD_WORD_LENGTH) + places
+            words = slots.bad_words + wide_row * (META.WORDS * K.BAD_WORD_LENGTH) + offsets
             index = 0
             word = tl.load(words)
-            last = tl.max(tl.where(places == K.BAD_WORD_LENGTH - 1, word, -1), axis=0)
+            last = tl.max(tl.where(offsets == K.BAD_WORD_LENGTH - 1, word, -1), axis=0)
             while last >= 0:
-                differs = (word >= 0) & (word != past) & (places < K.BAD_WORD_LENGTH - 1)
+                differs = (word >= 0) & (word != past) & (offsets < K.BAD_WORD_LENGTH - 1)
                 matches = tl.sum(differs.to(tl.int32), axis=0) == 0
                 values = tl.where(matches & (columns == last), float("-inf"), values)
                 index += 1
                 word = tl.where(
                     index < META.WORDS, tl.load(words + tl.minimum(index, META.WORDS - 1) * K.BAD_WORD_LENGTH), -1
                 )
-                last = tl.max(tl.where(places == K.BAD_WORD_LENGTH - 1, word, -1), axis=0)
+                last = tl.max(tl.where(offsets == K.BAD_WORD_LENGTH - 1, word, -1), axis=0)
     return values
 
 
@@ -118,10 +118,10 @@ def process_row(
         penalties = (slots.repetition_penalty, slots.presence_penalty, slots.frequency_penalty)
         repetition, presence, frequency = (penalty.numpy()[row] for penalty in penalties)
         counts = token_counts.numpy()[row]
-        seen = np.flatnonzero(counts)
-        values, generated = line[seen], (counts[seen] & COUNT_MASK).astype(np.float32)
+        counted = np.flatnonzero(counts)
+        values, generated = line[counted], (counts[counted] & COUNT_MASK).astype(np.float32)
         values = np.where(values > 0, values / repetition, values * repetition)
-        line[seen] = values - (presence * (generated > 0) + frequency * generated)
+        line[counted] = values - (presence * (generated > 0) + frequency * generated)
     if flags & FLAG_STOP_MASK and position < slots.min_position.numpy()[row]:
         stop_ids = slots.stop_ids.numpy()[row]
         stop_ids = stop_ids[stop_ids != -1]

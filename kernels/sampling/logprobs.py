@@ -26,15 +26,15 @@ class _Meta(NamedTuple):
 
 
 @triton.jit
-def store_block_sums(block_max, block_sum, place, values):
+def store_block_sums(block_max, block_sum, index, values):
     """Write a block's maximum, and the sum of exponentials relative to it; 0 for a block of -inf."""
     largest = tl.max(values, axis=0)
-    tl.store(block_max + place, largest)
-    tl.store(block_sum + place, tl.sum(tl.exp(values - tl.maximum(largest, -3.0e38)), axis=0))
+    tl.store(block_max + index, largest)
+    tl.store(block_sum + index, tl.sum(tl.exp(values - tl.maximum(largest, -3.0e38)), axis=0))
 
 
 @triton.jit
-def row_logprobs(outputs, block_max, block_sum, line, row, token, wanted, vocab, META: tl.constexpr):
+def row_logprobs(outputs, block_max, block_sum, line, row, token, num_top, vocab, META: tl.constexpr):
     """Write the results of `token_logprobs` for one row with logits at `line`, after `store_block_sums`.
 
     It reads the logits once for the rank, and then takes the `wanted` most likely tokens one by one, each from the
@@ -58,7 +58,7 @@ def row_logprobs(outputs, block_max, block_sum, line, row, token, wanted, vocab,
     tl.store(outputs.sampled_rank + row, tl.where(is_token, tl.sum(before, axis=0) + 1, 0))
     last_value = float("inf")
     last_id = -1
-    for place in range(tl.minimum(wanted, META.TOPS)):
+    for index in range(tl.minimum(num_top, META.TOPS)):
         chosen = tl.argmax(maxima, axis=0)
         columns = chosen * META.BLOCK + tl.arange(0, META.BLOCK)
         values = tl.load(line + columns, mask=columns < vocab, other=float("-inf")).to(tl.float32)
@@ -67,8 +67,8 @@ def row_logprobs(outputs, block_max, block_sum, line, row, token, wanted, vocab,
         values = tl.where(after, values, float("-inf"))
         last_value = tl.max(values, axis=0)
         last_id = tl.min(tl.where(values == last_value, columns, 2147483647), axis=0)
-        tl.store(outputs.top_logprobs + row * META.TOPS + place, last_value - total)
-        tl.store(outputs.top_ids + row * META.TOPS + place, tl.where(last_value > float("-inf"), last_id, -1))
+        tl.store(outputs.top_logprobs + row * META.TOPS + index, last_value - total)
+        tl.store(outputs.top_ids + row * META.TOPS + index, tl.where(last_value > float("-inf"), last_id, -1))
         remaining = tl.where((values == last_value) & (columns <= last_id), float("-inf"), values)
         maxima = tl.where(blocks == chosen, tl.max(remaining, axis=0), maxima)
 
@@ -108,8 +108,8 @@ def _row_logprobs_kernel(
     if row < tl.load(live_rows):  # noqa: SIM102 - a dead row's flags are not read
         if (tl.load(sampling_flags + row) & K.FLAG_LOGPROBS) != 0:
             line = logits + row.to(tl.int64) * logits_stride
-            token, wanted = tl.load(sampled + row), tl.load(num_logprobs + row)
-            row_logprobs(outputs, block_max, block_sum, line, row, token, wanted, vocab, META)
+            token, num_top = tl.load(sampled + row), tl.load(num_logprobs + row)
+            row_logprobs(outputs, block_max, block_sum, line, row, token, num_top, vocab, META)
 
 
 def token_logprobs_triton(outputs, logits, sampled, live_rows, sampling_flags, num_logprobs, block=_BLOCK) -> None:
@@ -119,11 +119,11 @@ def token_logprobs_triton(outputs, logits, sampled, live_rows, sampling_flags, n
     block_max = torch.empty(rows, blocks, dtype=torch.float32, device=logits.device)
     block_sum = torch.empty_like(block_max)
     meta = _Meta(outputs.top_ids.shape[1], block, blocks, triton.next_power_of_2(blocks))
-    asked = (live_rows, sampling_flags)
+    row_inputs = (live_rows, sampling_flags)
     sizes = (vocab, logits.stride(0))
-    _block_sums_kernel[(rows, blocks)](block_max, block_sum, logits, *asked, *sizes, meta, CONSTANTS, num_warps=8)
+    _block_sums_kernel[(rows, blocks)](block_max, block_sum, logits, *row_inputs, *sizes, meta, CONSTANTS, num_warps=8)
     _row_logprobs_kernel[(rows,)](
-        outputs, block_max, block_sum, logits, sampled, *asked, num_logprobs, *sizes, meta, CONSTANTS, num_warps=8,
+        outputs, block_max, block_sum, logits, sampled, *row_inputs, num_logprobs, *sizes, meta, CONSTANTS, num_warps=8,
         **({"maxnreg": 96} if torch.version.hip is None else {}),  # or Triton 3.6 spills
     )  # fmt: skip
 
@@ -153,7 +153,7 @@ def token_logprobs(
         sampling_flags: int32 [b].
         num_logprobs: int32 [b], requested top tokens.
     """
-    wanted = num_logprobs.numpy().clip(0, outputs.top_ids.shape[1]).tolist()
+    num_top = num_logprobs.numpy().clip(0, outputs.top_ids.shape[1]).tolist()
     for row, flags in enumerate(sampling_flags.numpy()[: int(live_rows.item())].tolist()):
         if not flags & FLAG_LOGPROBS:
             continue
@@ -168,12 +168,12 @@ def token_logprobs(
         outputs.sampled_logprob[row] = float(wide[token] - total)
         before = np.count_nonzero(wide > wide[token]) + np.count_nonzero(wide[:token] == wide[token])
         outputs.sampled_rank[row] = 1 + int(before)
-        count = min(wanted[row], len(wide))
-        if wanted[row] == 0:
+        count = min(num_top[row], len(wide))
+        if num_top[row] == 0:
             continue
         candidates = np.flatnonzero(wide >= torch.topk(line, count).values[-1].item())
         ids = candidates[np.lexsort((candidates, -wide[candidates]))][:count]
-        outputs.top_logprobs[row, : wanted[row]] = -torch.inf
+        outputs.top_logprobs[row, : num_top[row]] = -torch.inf
         outputs.top_logprobs[row, :count] = torch.from_numpy(wide[ids] - total)
-        outputs.top_ids[row, : wanted[row]] = -1
+        outputs.top_ids[row, : num_top[row]] = -1
         outputs.top_ids[row, :count] = torch.from_numpy(np.where(wide[ids] == -np.inf, -1, ids))

@@ -21,7 +21,7 @@ from .race import best_of, race_keys
 from .sample import sample
 from .sampler_memory import SamplerMemory, SamplerMeta, SamplerSizes
 from .sampling_slots import CONSTANTS, LogprobOutputs, SamplingSlots
-from .token_filters import fraction_of_total, kept_total, ordered_key, threshold_key, weights_of
+from .token_filters import fraction_of_total, kept_weight, ordered_key, threshold_key, weights_of
 
 
 @triton.jit
@@ -63,36 +63,36 @@ def _block_max_kernel(
         columns = block * META.BLOCK + tl.arange(0, META.BLOCK)
         inside = columns < sizes.vocab
         wide_row = row.to(tl.int64)
-        place = row * tl.num_programs(1) + block
+        index = row * tl.num_programs(1) + block
         values = tl.load(logits + wide_row * sizes.logits_stride + columns, mask=inside, other=float("-inf")).to(
             tl.float32
         )
         if (flags & K.FLAG_LOGPROBS) != 0:
-            store_block_sums(memory.own_max, memory.own_sum, place, values)
+            store_block_sums(memory.raw_max, memory.raw_sum, index, values)
         values = processed_logits(
             values, columns, inside, row, flags, position, slots, state, sizes.counts_stride, META, K
         )
         values = tl.where(values != values, float("inf"), values)
         largest, best = best_of(values, columns)
-        tl.store(memory.block_max + place, largest)
+        tl.store(memory.block_max + index, largest)
         if (flags & K.FLAG_SAMPLE) != 0:
             values = tl.div_rn(values, temperature)
             distances = tl.where(values > float("-inf"), values - tl.div_rn(largest, temperature), float("-inf"))
             if is_filtered:
                 tl.store(memory.scaled + wide_row * sizes.scaled_stride + columns, values, mask=inside)
-                tl.store(memory.block_sum + place, tl.sum(tl.exp(distances), axis=0))
+                tl.store(memory.block_sum + index, tl.sum(tl.exp(distances), axis=0))
                 counts = tl.histogram(sketch_bin(-distances), META.BINS)
-                tl.store(memory.sketch + place.to(tl.int64) * META.BINS + tl.arange(0, META.BINS), counts)
+                tl.store(memory.sketch + index.to(tl.int64) * META.BINS + tl.arange(0, META.BINS), counts)
             else:
                 words = noise_of_block(seed, position, block * META.BLOCK, META.BLOCK)
                 key, best = best_of(race_keys(distances, words), columns)
-                tl.store(memory.block_key + place, key)
-        tl.store(memory.block_id + place, best)
+                tl.store(memory.block_key + index, key)
+        tl.store(memory.block_id + index, best)
 
 
 @triton.jit
 def draw_token(
-    row_memory, count, vocab, largest, least, most, given, lowest_weight, is_thresholded, META: tl.constexpr
+    row_memory, count, vocab, largest, least, most, params, lowest_weight, is_thresholded, META: tl.constexpr
 ):
     """Return the token of one row, whose blocks are drawn from and summed and whose `count` candidates are listed.
 
@@ -105,8 +105,8 @@ def draw_token(
         tl.load(row_memory.ids + blocks, mask=is_block, other=2147483647, cache_modifier=".cg"),
     )
     if is_thresholded:
-        by_count = given.by_count
-        by_weight = given.top_p < 1.0
+        by_count = params.by_count
+        by_weight = params.top_p < 1.0
         lowest_key = ordered_key(tl.full([], float("-inf"), dtype=tl.float32))
         list_begin = META.BLOCKS * META.BLOCK
         listed = count
@@ -114,8 +114,8 @@ def draw_token(
         above = tl.sum(tl.load(sums, mask=is_block, other=0, cache_modifier=".cg"), axis=0)
         between = tl.sum(tl.load(sums + META.BLOCKS, mask=is_block, other=0, cache_modifier=".cg"), axis=0)
         total = tl.sum(tl.load(sums + 2 * META.BLOCKS, mask=is_block, other=0, cache_modifier=".cg"), axis=0)
-        needed = tl.maximum(fraction_of_total(total, (given.top_p * 16777216.0).to(tl.int64)), 1)
-        needed = tl.where(by_count, given.k.to(tl.int64), needed)
+        needed = tl.maximum(fraction_of_total(total, (params.top_p * 16777216.0).to(tl.int64)), 1)
+        needed = tl.where(by_count, params.k.to(tl.int64), needed)
         between = tl.where(by_count, count.to(tl.int64), between)
         has_all = least <= largest - 25.0  # unlisted logits have no weight
         is_listed = (count <= META.CAPACITY) & (above < needed) & (has_all | (above + between >= needed))
@@ -135,21 +135,21 @@ def draw_token(
                 line, listed, largest, ordered_key(least), ordered_key(most), needed, by_count, META.LIST_BLOCK
             )
         if by_count & by_weight:
-            total = kept_total(line, listed, largest, lowest_key, META.LIST_BLOCK)
-            needed = tl.maximum(fraction_of_total(total, (given.top_p * 16777216.0).to(tl.int64)), 1)
+            total = kept_weight(line, listed, largest, lowest_key, META.LIST_BLOCK)
+            needed = tl.maximum(fraction_of_total(total, (params.top_p * 16777216.0).to(tl.int64)), 1)
             lowest_key = threshold_key(
                 line, listed, largest, lowest_key, ordered_key(largest), needed, False, META.LIST_BLOCK
             )
         for block in range(tl.cdiv(listed, META.LIST_BLOCK)):
-            places = block * META.LIST_BLOCK + tl.arange(0, META.LIST_BLOCK)
-            values = tl.load(line + places, mask=places < listed, other=float("-inf"))
-            kept = (ordered_key(values) >= lowest_key) & (weights_of(values, largest) >= lowest_weight)
-            if tl.max(kept.to(tl.int32), axis=0) > 0:
-                is_candidate = places < tl.where(is_listed, listed, 0)
-                ids = tl.load(row_memory.candidate_ids + places, mask=is_candidate, other=0, cache_modifier=".cg")
-                ids = tl.where(is_listed, ids, places)
-                keys = race_keys(values - largest, noise_of_ids(given.seed, given.position, ids))
-                key, first = best_of(tl.where(kept, keys, float("-inf")), ids)
+            offsets = block * META.LIST_BLOCK + tl.arange(0, META.LIST_BLOCK)
+            values = tl.load(line + offsets, mask=offsets < listed, other=float("-inf"))
+            keep = (ordered_key(values) >= lowest_key) & (weights_of(values, largest) >= lowest_weight)
+            if tl.max(keep.to(tl.int32), axis=0) > 0:
+                is_candidate = offsets < tl.where(is_listed, listed, 0)
+                ids = tl.load(row_memory.candidate_ids + offsets, mask=is_candidate, other=0, cache_modifier=".cg")
+                ids = tl.where(is_listed, ids, offsets)
+                keys = race_keys(values - largest, noise_of_ids(params.seed, params.position, ids))
+                key, first = best_of(tl.where(keep, keys, float("-inf")), ids)
                 token = tl.where((key > best) | ((key == best) & (first < token)), first, token)
                 best = tl.maximum(key, best)
     return token
@@ -191,7 +191,7 @@ def count_row(counter, goes_on):
 
 
 @triton.jit
-def _drawn_token(row, given, top, memory, sizes, META: tl.constexpr):
+def _drawn_token(row, params, top, memory, sizes, META: tl.constexpr):
     """Draw from a program's blocks of a row with filters; return whether it was the last one, and then the token."""
     wide_row = row.to(tl.int64)
     line = memory.scaled + wide_row * sizes.scaled_stride
@@ -204,24 +204,27 @@ def _drawn_token(row, given, top, memory, sizes, META: tl.constexpr):
         memory.candidate_ids + wide_row * META.CAPACITY,
         memory.counters + 2 * row + 1,
     )
-    lowest_weight = tl.where(given.min_p > 0.0, tl.maximum((given.min_p * 68719476736.0).to(tl.int64), 1), 1)
-    is_thresholded = given.by_count | (given.top_p < 1.0)
+    lowest_weight = tl.where(params.min_p > 0.0, tl.maximum((params.min_p * 68719476736.0).to(tl.int64), 1), 1)
+    is_thresholded = params.by_count | (params.top_p < 1.0)
     least = tl.full([], float("inf"), dtype=tl.float32)
     most = tl.full([], float("-inf"), dtype=tl.float32)
     if is_thresholded:
         least, most = candidate_window(
             memory.sketch + wide_row * (META.BLOCKS * META.BINS), memory.block_max + row * META.BLOCKS,
-            memory.block_sum + row * META.BLOCKS, given.temperature, top, given.k, given.top_p, given.by_count, META,
+            memory.block_sum + row * META.BLOCKS, params.temperature, top, params.k, params.top_p, params.by_count,
+            META,
         )  # fmt: skip
-        if given.by_count & (given.top_p < 1.0):
+        if params.by_count & (params.top_p < 1.0):
             most = top  # top-p weighs all tokens kept by top-k
-    take_blocks(row_memory, sizes.vocab, top, least, most, given, lowest_weight, is_thresholded, META)
+    take_blocks(row_memory, sizes.vocab, top, least, most, params, lowest_weight, is_thresholded, META)
     tl.debug_barrier()  # all threads have written before the counter is incremented
     is_last = tl.atomic_add(memory.counters + 2 * row, 1, sem="acq_rel") == tl.num_programs(1) - 1
     token = tl.full([], 0, dtype=tl.int32)
     if is_last:
         count = tl.load(row_memory.candidate_count, cache_modifier=".cg")
-        token = draw_token(row_memory, count, sizes.vocab, top, least, most, given, lowest_weight, is_thresholded, META)
+        token = draw_token(
+            row_memory, count, sizes.vocab, top, least, most, params, lowest_weight, is_thresholded, META
+        )
     return is_last, token
 
 
@@ -276,8 +279,8 @@ def _choose_kernel(
         code = tl.where(draws & (code == 0) & ~(tl.abs(top) < float("inf")), K.TOO_COLD, code)
         token = code.to(tl.int32)
         if is_filtered & (code == 0):
-            given = RowParameters(temperature, k, by_count, top_p, min_p, seed, before.position)
-            is_last, token = _drawn_token(row, given, top, memory, sizes, META)
+            params = RowParameters(temperature, k, by_count, top_p, min_p, seed, before.position)
+            is_last, token = _drawn_token(row, params, top, memory, sizes, META)
         elif code == 0:
             ids = tl.load(memory.block_id + row * META.BLOCKS + blocks, mask=is_block, other=2147483647)
             keys = maxima
@@ -290,7 +293,7 @@ def _choose_kernel(
         tl.store(sampled + row, token.to(tl.int64))
         if (flags & K.FLAG_LOGPROBS) != 0:
             line = logits + row.to(tl.int64) * sizes.logits_stride
-            row_logprobs(outputs, memory.own_max, memory.own_sum, line, row, token, before.wanted, sizes.vocab, META)
+            row_logprobs(outputs, memory.raw_max, memory.raw_sum, line, row, token, before.wanted, sizes.vocab, META)
             tl.debug_barrier()  # all of it is written before it is copied
         goes_on = advance_row(row, token.to(tl.int64), is_live, flags, before, state, outputs, sizes, META, K)
         if META.FOLLOW:  # noqa: SIM102 - decided at compile time
@@ -315,10 +318,10 @@ def sample_and_advance_triton(
     memory = SamplerMemory.allocate(logits.shape[0], meta, logits.device)
     sizes = SamplerSizes.of(logits, memory.scaled, state)
     rows, options = logits.shape[0], {"K": CONSTANTS, "num_warps": 16, **early_start_options(logits.device)}
-    given = (logits, live_rows, slots, state)
-    _block_max_kernel[(rows, meta.BLOCKS)](memory, *given, sizes, META=meta, **options)
+    inputs = (logits, live_rows, slots, state)
+    _block_max_kernel[(rows, meta.BLOCKS)](memory, *inputs, sizes, META=meta, **options)
     _choose_kernel[(rows, min(max(PROGRAMS // rows, 1), meta.BLOCKS))](
-        memory, sampled, *given, outputs, guides, sizes, META=meta, **options
+        memory, sampled, *inputs, outputs, guides, sizes, META=meta, **options
     )
 
 

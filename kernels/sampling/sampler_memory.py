@@ -101,8 +101,8 @@ class SamplerMemory(NamedTuple):
     block_key: Tensor  # float32 [b, blocks], the largest keys of `race_keys`
     block_id: Tensor  # int32 [b, blocks], the ids of the largest keys, in greedy rows of the largest logits
     block_sum: Tensor  # float32 [b, blocks], see `candidate_window`
-    own_max: Tensor  # float32 [b, blocks], the largest unprocessed logits
-    own_sum: Tensor  # float32 [b, blocks], see `store_block_sums`
+    raw_max: Tensor  # float32 [b, blocks], the largest unprocessed logits
+    raw_sum: Tensor  # float32 [b, blocks], see `store_block_sums`
     sketch: Tensor  # int32 [b, blocks, bins], see `candidates`
     # float32 [b, blocks * block + capacity], a row's scaled logits, then its candidates
     scaled: Tensor

@@ -38,7 +38,7 @@ def weights_of(values, largest):
 
 
 @triton.jit
-def kept_total(line, count, largest, lowest_key, BLOCK: tl.constexpr):
+def kept_weight(line, count, largest, lowest_key, BLOCK: tl.constexpr):
     """Return the weight, int64, of those of `count` logits whose keys are not below the lowest."""
     sums = tl.zeros([BLOCK], dtype=tl.int64)
     for block in range(tl.cdiv(count, BLOCK)):

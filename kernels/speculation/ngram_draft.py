@@ -34,22 +34,22 @@ def _ngram_draft_kernel(
         last = tl.minimum(tl.load(positions + row), width - 1)
         best = tl.full([], 0, dtype=tl.int64)
         for first in range(0, last, BLOCK):
-            places = first + tl.arange(0, BLOCK)
+            offsets = first + tl.arange(0, BLOCK)
             lengths = tl.zeros([BLOCK], dtype=tl.int32)
-            agrees = places < last
+            agrees = offsets < last
             for back in range(ngram_max):
-                agrees = agrees & (places >= back)
-                here = tl.load(line + places - back, mask=agrees, other=-1)
-                agrees = agrees & (here == tl.load(line + tl.maximum(last - back, 0)))
+                agrees = agrees & (offsets >= back)
+                token = tl.load(line + offsets - back, mask=agrees, other=-1)
+                agrees = agrees & (token == tl.load(line + tl.maximum(last - back, 0)))
                 lengths += agrees.to(tl.int32)
-            found = tl.where(lengths >= ngram_min, (lengths.to(tl.int64) << 32) + places, 0)
-            best = tl.maximum(best, tl.max(found, axis=0))
+            matches = tl.where(lengths >= ngram_min, (lengths.to(tl.int64) << 32) + offsets, 0)
+            best = tl.maximum(best, tl.max(matches, axis=0))
         length = (best >> 32).to(tl.int32)
-        place = (best & 0x7FFFFFFF).to(tl.int32)
+        match_end = (best & 0x7FFFFFFF).to(tl.int32)
         columns = tl.arange(0, MOST)
-        period = tl.maximum(last - place, 1)
+        period = tl.maximum(last - match_end, 1)
         inside = columns < tl.where(length > 0, most, 0)
-        tokens = tl.load(line + place + 1 + columns % period, mask=inside, other=0)
+        tokens = tl.load(line + match_end + 1 + columns % period, mask=inside, other=0)
         tl.store(drafts + row * most + columns, tokens, mask=inside)
         tl.store(num_drafts + row, tl.where(length > 0, most, 0))
         tl.store(match_lengths + row, length)
@@ -90,9 +90,9 @@ def ngram_draft(
         ngram_min: shortest match.
         ngram_max: longest match.
     """
-    most, tokens, last_places = drafts.shape[1], history.numpy(), positions.numpy()
+    most, tokens, last_positions = drafts.shape[1], history.numpy(), positions.numpy()
     for row in range(int(live_rows.item())):
-        last = min(int(last_places[row]), tokens.shape[1] - 1)
+        last = min(int(last_positions[row]), tokens.shape[1] - 1)
         line, lengths = tokens[row], np.zeros(max(last, 0), dtype=np.int32)
         agrees = np.ones(max(last, 0), dtype=bool)
         for back in range(min(ngram_max, last)):
@@ -100,8 +100,8 @@ def ngram_draft(
             agrees[back:] &= line[: last - back] == line[last - back]
             lengths += agrees
         length = int(lengths.max(initial=0))
-        is_found = length >= ngram_min
-        num_drafts[row], match_lengths[row] = most * is_found, length * is_found
-        if is_found:
-            place = int(np.flatnonzero(lengths == length)[-1])
-            drafts.numpy()[row] = line[place + 1 + np.arange(most) % (last - place)]
+        has_match = length >= ngram_min
+        num_drafts[row], match_lengths[row] = most * has_match, length * has_match
+        if has_match:
+            match_end = int(np.flatnonzero(lengths == length)[-1])
+            drafts.numpy()[row] = line[match_end + 1 + np.arange(most) % (last - match_end)]

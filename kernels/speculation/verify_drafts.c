@@ -46,7 +46,7 @@ KERNEL(judge_drafts) {
         int64_t position = a->pre_step_seqlens.data[row];
         if (position >= 0 && position < width) a->history.data[row * width + position] = (int32_t)token;
         if (is_same && a->index < verified) active = (int32_t)row + 1;
-        else a->finished.data[row] = HELD;
+        else a->finished.data[row] = PAUSED;
     }
     *a->active_rows.data = active;
 }
@@ -60,7 +60,7 @@ KERNEL(settle_drafts) {
     for (int64_t row = 0; row < live; row++) {
         int64_t found = 0;
         int32_t *limit = a->draft_limit.data + row;
-        if (a->finished.data[row] == HELD) a->finished.data[row] = 0;
+        if (a->finished.data[row] == PAUSED) a->finished.data[row] = 0;
         int ended = a->finished.data[row] != 0;
         if (!ended) {
             int64_t verified = entry[VERIFIED * ring_rows + row], accepted = entry[ACCEPTED * ring_rows + row];
@@ -73,7 +73,7 @@ KERNEL(settle_drafts) {
             found = least_of(least_of(a->num_drafts.data[row], *limit), room);
             if (found < 0) found = 0;
         }
-        a->num_drafts.data[row] = entry[FOUND * ring_rows + row] = (int32_t)found;
+        a->num_drafts.data[row] = entry[CANDIDATES * ring_rows + row] = (int32_t)found;
         entry[MATCHED * ring_rows + row] = ended ? 0 : a->match_lengths.data[row];
     }
     *a->running.data = still;

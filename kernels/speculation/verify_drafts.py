@@ -22,11 +22,11 @@ from ..native.optional_triton import tl, triton
 from ..native.registration import Int32, Int64, Written, operator
 from ..sampling.sampling_slots import DEAD_TOKEN
 
-HELD = 2  # `finished` of a row that skips the rest of the step; 1: the row has ended
+PAUSED = 2  # `finished` of a row that skips the rest of the step; 1: the row has ended
 DRAFT_COLUMNS = 4  # columns of an entry in the ring of drafts:
-VERIFIED, ACCEPTED, FOUND, MATCHED = range(DRAFT_COLUMNS)
+VERIFIED, ACCEPTED, CANDIDATES, MATCHED = range(DRAFT_COLUMNS)
 
-_NAMES = ("ACCEPTED", "DRAFT_COLUMNS", "FOUND", "HELD", "MATCHED", "VERIFIED")
+_NAMES = ("ACCEPTED", "DRAFT_COLUMNS", "CANDIDATES", "PAUSED", "MATCHED", "VERIFIED")
 CONSTANTS: Any = namedtuple("DraftConstants", _NAMES)(*(globals()[name] for name in _NAMES))  # for Triton and C
 
 
@@ -57,14 +57,14 @@ class DraftRows(NamedTuple):
     # int32 [b], number of drafts; a step feeds as many as it has queries for
     num_drafts: Written[Int32]
     draft_limit: Written[Int32]  # int32 [b], most drafts per step; 0: the row does not draft
-    finished: Written[Int32]  # int32 [b]; HELD for rows that skip the rest of the step
+    finished: Written[Int32]  # int32 [b]; PAUSED for rows that skip the rest of the step
     active_rows: Written[Int32]  # int32 [1], after the last row that continues the step
     running: Written[Int32]  # int32 [1], live rows that are not finished
     step_entries: Written[Int32]  # int32 [1], ring entries of a step of this kind
     history: Written[Int32]  # int32 [b, width], the rows' tokens
     # int32 [R, DRAFT_COLUMNS, b_max], at the entry of a step's first token. VERIFIED: fed drafts; ACCEPTED: drafts
-    # equal to the sampled tokens (in a step without drafts, 1 if the first one would have been); FOUND and MATCHED:
-    # number and match length of the next step's drafts
+    # equal to the sampled tokens (in a step without drafts, 1 if the first one would have been); CANDIDATES and
+    # MATCHED: number and match length of the next step's drafts
     ring_drafts: Written[Int32]
 
 
@@ -83,27 +83,27 @@ class Queries(NamedTuple):
 # One program per query. It copies a row of the page table.
 @triton.jit
 def _spread_queries_kernel(
-    spread, given, page_table, most, pages, queries, null_page, DEAD: tl.constexpr, BLOCK: tl.constexpr
+    spread, batch, page_table, most, pages, queries, null_page, DEAD: tl.constexpr, BLOCK: tl.constexpr
 ):
     query = tl.program_id(0)
     row = query // queries
     behind = query % queries
-    live = tl.load(given.live_rows)
+    live = tl.load(batch.live_rows)
     if query == 0:
         tl.store(spread.live_queries, live * queries)
     is_alive = row < live
-    ended = tl.load(given.finished + row, mask=is_alive, other=1) != 0
-    count = tl.load(given.num_drafts + row, mask=is_alive & (ended == 0), other=0)
+    ended = tl.load(batch.finished + row, mask=is_alive, other=1) != 0
+    count = tl.load(batch.num_drafts + row, mask=is_alive & (ended == 0), other=0)
     used = is_alive & ((behind == 0) | (behind <= count))
-    fed = tl.load(given.tokens + row, mask=used & (behind == 0), other=DEAD)
-    draft = tl.load(given.drafts + row * most + behind - 1, mask=used & (behind > 0), other=DEAD)
+    fed = tl.load(batch.tokens + row, mask=used & (behind == 0), other=DEAD)
+    draft = tl.load(batch.drafts + row * most + behind - 1, mask=used & (behind > 0), other=DEAD)
     tl.store(spread.query_tokens + query, tl.where(behind == 0, fed, draft.to(tl.int64)))
-    position = tl.load(given.pre_step_seqlens + row, mask=used, other=0)
+    position = tl.load(batch.pre_step_seqlens + row, mask=used, other=0)
     tl.store(spread.query_positions + query, tl.where(used, position + behind, 0))
     for first in range(0, pages, BLOCK):
         columns = first + tl.arange(0, BLOCK)
-        known = columns < tl.where(used, pages, 0)
-        owned = tl.load(page_table + row * pages + columns, mask=known, other=null_page)
+        is_read = columns < tl.where(used, pages, 0)
+        owned = tl.load(page_table + row * pages + columns, mask=is_read, other=null_page)
         tl.store(spread.query_pages + query.to(tl.int64) * pages + columns, owned, mask=columns < pages)
 
 
@@ -145,34 +145,34 @@ def spread_queries(
 # One program for the whole batch; it reads and writes some 40 bytes per row.
 @triton.jit
 def _judge_drafts_kernel(
-    given, width, sizes, INDEX: tl.constexpr, QUERIES: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr
+    batch, width, sizes, INDEX: tl.constexpr, QUERIES: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr
 ):
     rows = tl.arange(0, ROWS)
-    live = rows < tl.load(given.live_rows)
-    step = tl.load(given.step_index) - 1
-    token = tl.load(given.ring_tokens + (step % sizes.ring_length) * sizes.ring_rows + rows, mask=live, other=-1)
+    live = rows < tl.load(batch.live_rows)
+    step = tl.load(batch.step_index) - 1
+    token = tl.load(batch.ring_tokens + (step % sizes.ring_length) * sizes.ring_rows + rows, mask=live, other=-1)
     has_token = live & (token != -1)
-    found = tl.load(given.num_drafts + rows, mask=has_token, other=0)
-    verified = tl.minimum(found, QUERIES - 1)
-    entry = given.ring_drafts + ((step - INDEX) % sizes.ring_length) * sizes.ring_rows * K.DRAFT_COLUMNS + rows
+    num_drafts = tl.load(batch.num_drafts + rows, mask=has_token, other=0)
+    verified = tl.minimum(num_drafts, QUERIES - 1)
+    entry = batch.ring_drafts + ((step - INDEX) % sizes.ring_length) * sizes.ring_rows * K.DRAFT_COLUMNS + rows
     if INDEX == 0:
-        judged = has_token & (found > 0)
+        judged = has_token & (num_drafts > 0)
         accepted = tl.zeros([ROWS], dtype=tl.int32)
         tl.store(entry + K.VERIFIED * sizes.ring_rows, verified, mask=live)
     else:
         judged = has_token & (verified > INDEX)
         accepted = tl.load(entry + K.ACCEPTED * sizes.ring_rows, mask=live, other=0)
-    draft = tl.load(given.drafts + rows * sizes.most + INDEX, mask=judged, other=-1)
+    draft = tl.load(batch.drafts + rows * sizes.most + INDEX, mask=judged, other=-1)
     is_same = judged & (draft.to(tl.int64) == token)
     tl.store(entry + K.ACCEPTED * sizes.ring_rows, accepted + is_same.to(tl.int32), mask=live)
-    ended = tl.load(given.finished + rows, mask=live, other=1)
+    ended = tl.load(batch.finished + rows, mask=live, other=1)
     goes_on = has_token & (ended == 0)
-    position = tl.load(given.pre_step_seqlens + rows, mask=goes_on, other=0)
-    place = given.history + rows.to(tl.int64) * width + position
-    tl.store(place, token.to(tl.int32), mask=goes_on & (position < width))
+    position = tl.load(batch.pre_step_seqlens + rows, mask=goes_on, other=0)
+    address = batch.history + rows.to(tl.int64) * width + position
+    tl.store(address, token.to(tl.int32), mask=goes_on & (position < width))
     still = goes_on & is_same & (verified > INDEX)
-    tl.store(given.finished + rows, K.HELD, mask=goes_on & (still == 0))
-    tl.store(given.active_rows, tl.max(tl.where(still, rows + 1, 0), axis=0))
+    tl.store(batch.finished + rows, K.PAUSED, mask=goes_on & (still == 0))
+    tl.store(batch.active_rows, tl.max(tl.where(still, rows + 1, 0), axis=0))
 
 
 def judge_drafts_triton(rows, *, index, queries) -> None:
@@ -199,14 +199,14 @@ def judge_drafts(rows: DraftRows, *, index: int, queries: int) -> None:
     tokens = rows.ring_tokens.numpy()[newest % length]
     active = 0
     for row in range(int(rows.live_rows.item())):
-        token, found = int(tokens[row]), int(rows.num_drafts[row])
-        verified = min(found, queries - 1)
+        token, num_drafts = int(tokens[row]), int(rows.num_drafts[row])
+        verified = min(num_drafts, queries - 1)
         if index == 0:
             entry[VERIFIED, row] = verified if token != -1 else 0
             entry[ACCEPTED, row] = 0
         if token == -1:
             continue
-        is_fed = index < found and (index == 0 or index < verified)
+        is_fed = index < num_drafts and (index == 0 or index < verified)
         is_same = is_fed and int(rows.drafts[row, index]) == token
         entry[ACCEPTED, row] += int(is_same)
         if ended[row]:
@@ -217,38 +217,38 @@ def judge_drafts(rows: DraftRows, *, index: int, queries: int) -> None:
         if is_same and index < verified:
             active = row + 1
         else:
-            ended[row] = HELD
+            ended[row] = PAUSED
     rows.active_rows.fill_(active)
 
 
 # One program for the whole batch; it reads and writes some 50 bytes per row.
 @triton.jit
-def _settle_drafts_kernel(given, sizes, queries, ADAPTS: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr):
+def _settle_drafts_kernel(batch, sizes, queries, ADAPTS: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr):
     rows = tl.arange(0, ROWS)
-    live = rows < tl.load(given.live_rows)
-    ended = tl.load(given.finished + rows, mask=live, other=1)
-    ended = tl.where(ended == K.HELD, 0, ended)
+    live = rows < tl.load(batch.live_rows)
+    ended = tl.load(batch.finished + rows, mask=live, other=1)
+    ended = tl.where(ended == K.PAUSED, 0, ended)
     goes_on = live & (ended == 0)
-    tl.store(given.finished + rows, ended, mask=live)
-    first = (tl.load(given.step_index) - queries) % sizes.ring_length
-    entry = given.ring_drafts + first * sizes.ring_rows * K.DRAFT_COLUMNS + rows
-    limit = tl.load(given.draft_limit + rows, mask=goes_on, other=0)
+    tl.store(batch.finished + rows, ended, mask=live)
+    first = (tl.load(batch.step_index) - queries) % sizes.ring_length
+    entry = batch.ring_drafts + first * sizes.ring_rows * K.DRAFT_COLUMNS + rows
+    limit = tl.load(batch.draft_limit + rows, mask=goes_on, other=0)
     if ADAPTS:
         verified = tl.load(entry + K.VERIFIED * sizes.ring_rows, mask=goes_on, other=0)
         accepted = tl.load(entry + K.ACCEPTED * sizes.ring_rows, mask=goes_on, other=0)
         higher = tl.minimum(2 * limit, sizes.most)
         lower = tl.minimum(tl.maximum((accepted + limit + 1) // 2, 2), sizes.most)
         limit = tl.where((verified > 0) & (limit > 0), tl.where(accepted >= verified, higher, lower), limit)
-        tl.store(given.draft_limit + rows, limit, mask=goes_on)
-    position = tl.load(given.pre_step_seqlens + rows, mask=goes_on, other=0)
-    room = tl.load(given.last_position + rows, mask=goes_on, other=0) - 1 - position
-    found = tl.minimum(tl.load(given.num_drafts + rows, mask=goes_on, other=0), limit)
-    found = tl.maximum(tl.minimum(found, room), 0)
-    tl.store(given.num_drafts + rows, found, mask=live)
-    tl.store(entry + K.FOUND * sizes.ring_rows, found, mask=live)
-    tl.store(entry + K.MATCHED * sizes.ring_rows, tl.load(given.match_lengths + rows, mask=goes_on, other=0), mask=live)
-    tl.store(given.running, tl.sum(goes_on.to(tl.int32), axis=0))
-    tl.store(given.step_entries, queries)
+        tl.store(batch.draft_limit + rows, limit, mask=goes_on)
+    position = tl.load(batch.pre_step_seqlens + rows, mask=goes_on, other=0)
+    room = tl.load(batch.last_position + rows, mask=goes_on, other=0) - 1 - position
+    num_drafts = tl.minimum(tl.load(batch.num_drafts + rows, mask=goes_on, other=0), limit)
+    num_drafts = tl.maximum(tl.minimum(num_drafts, room), 0)
+    tl.store(batch.num_drafts + rows, num_drafts, mask=live)
+    tl.store(entry + K.CANDIDATES * sizes.ring_rows, num_drafts, mask=live)
+    tl.store(entry + K.MATCHED * sizes.ring_rows, tl.load(batch.match_lengths + rows, mask=goes_on, other=0), mask=live)
+    tl.store(batch.running, tl.sum(goes_on.to(tl.int32), axis=0))
+    tl.store(batch.step_entries, queries)
 
 
 def settle_drafts_triton(rows, *, queries, adapts) -> None:
@@ -263,8 +263,8 @@ def settle_drafts(rows: DraftRows, *, queries: int, adapts: bool) -> None:
     """Prepare the rows for the next step, whose drafts are written.
 
     Args:
-        rows: HELD becomes 0, num_drafts the number of drafts for the next step; running, step_entries, and FOUND and
-            MATCHED of ring_drafts are written.
+        rows: PAUSED becomes 0, num_drafts the number of drafts for the next step; running, step_entries, and
+            CANDIDATES and MATCHED of ring_drafts are written.
         queries: queries per row.
         adapts: whether draft_limit adapts.
     """
@@ -272,8 +272,8 @@ def settle_drafts(rows: DraftRows, *, queries: int, adapts: bool) -> None:
     entry, ended = rows.ring_drafts[first], rows.finished.numpy()
     most, still = rows.drafts.shape[1], 0
     for row in range(int(rows.live_rows.item())):
-        ended[row] = 0 if ended[row] == HELD else ended[row]
-        found = 0
+        ended[row] = 0 if ended[row] == PAUSED else ended[row]
+        num_drafts = 0
         if not ended[row]:
             still += 1
             limit, verified, accepted = (int(x) for x in (rows.draft_limit[row], *entry[: ACCEPTED + 1, row]))
@@ -281,8 +281,8 @@ def settle_drafts(rows: DraftRows, *, queries: int, adapts: bool) -> None:
                 limit = min(2 * limit, most) if accepted >= verified else min(max((accepted + limit + 1) // 2, 2), most)
                 rows.draft_limit[row] = limit
             room = int(rows.last_position[row]) - 1 - int(rows.pre_step_seqlens[row])
-            found = max(min(int(rows.num_drafts[row]), limit, room), 0)
-        rows.num_drafts[row] = entry[FOUND, row] = found
+            num_drafts = max(min(int(rows.num_drafts[row]), limit, room), 0)
+        rows.num_drafts[row] = entry[CANDIDATES, row] = num_drafts
         entry[MATCHED, row] = 0 if ended[row] else int(rows.match_lengths[row])
     rows.running.fill_(still)
     rows.step_entries.fill_(queries)

@@ -9,7 +9,7 @@ import torch
 
 from graphdecode.distributed import SharedCollectives
 from graphdecode.distributed.started import new_board
-from graphdecode.kernels.collective.shared_collectives import HEADER, LIMIT_MS, board_words, place_bytes_of
+from graphdecode.kernels.collective.shared_collectives import HEADER, LIMIT_MS, area_bytes_of, board_words
 from graphdecode.kernels.native import library as native
 
 BACKENDS = ["compiled", "python"]
@@ -126,4 +126,4 @@ def test_who_waits_for_a_rank_that_is_gone_is_let_go() -> None:
 def test_places_of_a_board_do_not_overlap_and_fill_it() -> None:
     _, board = new_board(4, 30.0)
     assert board[LIMIT_MS] == 30_000
-    assert HEADER + 2 * 4 * place_bytes_of(board, 4) // 8 == board.numel()
+    assert HEADER + 2 * 4 * area_bytes_of(board, 4) // 8 == board.numel()

@@ -11,7 +11,7 @@ import torch
 
 from graphdecode.distributed import Follower, Leader, RankError, RefusedError
 from graphdecode.distributed.link import Link, Message, Watch
-from graphdecode.distributed.ranks import SAID, GroupSettings
+from graphdecode.distributed.ranks import REPLY, GroupSettings
 from graphdecode.distributed.started import new_board
 from graphdecode.errors import ArgumentError
 
@@ -51,7 +51,7 @@ def both(pair: Pair, work: Callable[[int, Leader | Follower], None]) -> list[str
 def test_ranks_that_agree_on_nothing_before_they_have_collectives_say_so() -> None:
     settings = GroupSettings(2, "cpu", "gloo", 60.0, 1, ("127.0.0.1", 1))
     (here, there), (life, their_life) = socket.socketpair(), socket.socketpair()
-    Link(there).send(Message(SAID, (0, 0, 0), b"leaves the group"))
+    Link(there).send(Message(REPLY, (0, 0, 0), b"leaves the group"))
     with pytest.raises(RankError, match="rank 0 joins the group, and rank 1 leaves the group"):
         Leader(settings, [Link(here)], [life], None, [])
     there.close()

@@ -121,8 +121,8 @@ def test_no_launch_goes_beyond_the_last_token_and_only_steps_that_gave_one_are_c
     launch = engine.runner.launch
 
     def noted(plan: LaunchPlan, meanwhile: Any = None) -> Launch:
-        if plan.wanted.rows:
-            launches.append(plan.wanted.rows)
+        if plan.shape.rows:
+            launches.append(plan.shape.rows)
         return launch(plan, meanwhile)
 
     monkeypatch.setattr(engine.runner, "launch", noted)

@@ -175,7 +175,7 @@ def test_a_launch_that_raises_spares_those_that_wait_or_come_meanwhile(engine, a
     launch, later = engine.runner.launch, []
 
     def failing(plan: LaunchPlan, *others: Any) -> Any:
-        if plan.wanted.rows:
+        if plan.shape.rows:
             monkeypatch.undo()
             later.append(engine.add(Request(GOOD_PROMPTS[2], GREEDY)))
             raise MemoryError("no room")

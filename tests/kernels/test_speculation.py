@@ -11,9 +11,9 @@ from graphdecode.kernels.sampling.sampling_slots import DEAD_TOKEN
 from graphdecode.kernels.speculation.ngram_draft import ngram_draft
 from graphdecode.kernels.speculation.verify_drafts import (
     ACCEPTED,
+    CANDIDATES,
     DRAFT_COLUMNS,
-    FOUND,
-    HELD,
+    PAUSED,
     VERIFIED,
     DraftRows,
     judge_drafts,
@@ -148,7 +148,7 @@ def test_all_versions_judge_and_settle_alike(run, seed) -> None:
         ours, theirs = state(seed), state(seed)
         if name == "settle_drafts":
             for each in (ours, theirs):
-                each["finished"][::2] = HELD
+                each["finished"][::2] = PAUSED
         run(name, *rows_of(ours), *numbers)
         versions(name).torch(*rows_of(theirs), *numbers)
         for each in ours:
@@ -168,12 +168,12 @@ def test_a_row_is_held_at_its_first_wrong_draft_and_let_go_at_the_end(run) -> No
     given["ring_tokens"][2] = torch.tensor([12, -1, -1, -1, 7, 7])
     given["step_index"].fill_(2)
     run("judge_drafts", *rows_of(given), 0, 4)
-    assert given["finished"].tolist() == [0, HELD, 1, 1, 0]
+    assert given["finished"].tolist() == [0, PAUSED, 1, 1, 0]
     assert int(given["active_rows"]) == 1
     assert given["history"][:2, 5].tolist() == [10, 9]
     given["step_index"].fill_(3)
     run("judge_drafts", *rows_of(given), 1, 4)
-    assert given["finished"].tolist() == [HELD, HELD, 1, 1, 0]
+    assert given["finished"].tolist() == [PAUSED, PAUSED, 1, 1, 0]
     assert int(given["active_rows"]) == 0
     assert given["ring_drafts"][1, VERIFIED, :4].tolist() == [2, 0, 2, 0]
     assert given["ring_drafts"][1, ACCEPTED, :4].tolist() == [1, 0, 1, 0]
@@ -185,7 +185,12 @@ def test_a_row_is_held_at_its_first_wrong_draft_and_let_go_at_the_end(run) -> No
     assert given["finished"].tolist() == [0, 0, 1, 1, 0]
     assert int(given["running"]) == 2
     assert given["draft_limit"][:4].tolist() == [3, 4, 4, 4]
-    assert given["ring_drafts"][1, FOUND, :4].tolist() == [2, 2, 0, 0]  # of 7: the limit, and the room of 8 - 1 - 5
+    assert given["ring_drafts"][1, CANDIDATES, :4].tolist() == [
+        2,
+        2,
+        0,
+        0,
+    ]  # of 7: the limit, and the room of 8 - 1 - 5
 
 
 @pytest.mark.parametrize("name", ["judge_drafts", "settle_drafts"])

@@ -139,9 +139,9 @@ def test_a_step_back_to_back_is_without_its_launch(machine: Machine) -> None:
 
 def test_a_step_that_is_not_held_takes_as_long_as_the_slower_of_host_and_device(machine: Machine) -> None:
     machine.launch_ms = 3 * STEP_MS
-    assert back_to_back_ms(machine.launch, 4, is_held=False)[1:] == pytest.approx([machine.launch_ms] * 3)
+    assert back_to_back_ms(machine.launch, 4, is_queued_first=False)[1:] == pytest.approx([machine.launch_ms] * 3)
     machine.launch_ms = LAUNCH_MS
-    assert back_to_back_ms(machine.launch, 4, is_held=False)[1:] == pytest.approx([STEP_MS] * 3)
+    assert back_to_back_ms(machine.launch, 4, is_queued_first=False)[1:] == pytest.approx([STEP_MS] * 3)
 
 
 def test_without_a_way_to_hold_the_device_the_first_step_alone_has_its_launch(machine, monkeypatch):

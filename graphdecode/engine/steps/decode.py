@@ -51,20 +51,20 @@ class AutomatonTables:
         self._automata, self._lines = config.max_automata, config.max_automaton_states
         self._allocated: dict[TokenAutomaton, _Allocation] = {}
 
-    def allocate(self, wanted: Sequence[TokenAutomaton], buffers: StepBuffers) -> dict[TokenAutomaton, _Allocation]:
+    def allocate(self, automata: Sequence[TokenAutomaton], buffers: StepBuffers) -> dict[TokenAutomaton, _Allocation]:
         """Return the positions of automata in the tables; new ones are written in order, as long as there is room."""
-        distinct = list(dict.fromkeys(wanted))
+        distinct = list(dict.fromkeys(automata))
         for automaton in distinct:
             num_states, num_classes = automaton.following.shape
             if automaton in self._allocated or num_classes > MOST_CLASSES:
                 continue
-            found = self._room(num_states)
-            if found is None:
-                self._allocated = {other: place for other, place in self._allocated.items() if other in distinct}
-                found = self._room(num_states)
-            if found is not None:
-                self._allocated[automaton] = found
-                self._write(automaton, found, buffers)
+            allocation = self._room(num_states)
+            if allocation is None:
+                self._allocated = {each: self._allocated[each] for each in distinct if each in self._allocated}
+                allocation = self._room(num_states)
+            if allocation is not None:
+                self._allocated[automaton] = allocation
+                self._write(automaton, allocation, buffers)
         return {automaton: self._allocated[automaton] for automaton in distinct if automaton in self._allocated}
 
     def _room(self, num_states: int) -> _Allocation | None:
@@ -78,8 +78,8 @@ class AutomatonTables:
         return None if number is None or line + num_states > self._lines else (number, line)
 
     @staticmethod
-    def _write(automaton: TokenAutomaton, place: _Allocation, buffers: StepBuffers) -> None:
-        number, line = place
+    def _write(automaton: TokenAutomaton, allocation: _Allocation, buffers: StepBuffers) -> None:
+        number, line = allocation
         following = np.where(automaton.following < 0, -1, automaton.following + line).astype(np.int32)
         ends = (ACCEPTS * automaton.accepts + COMPLETES * automaton.completes).astype(np.int32)
         buffers.write("automaton_classes", number, automaton.classes[None])
@@ -227,11 +227,11 @@ class DecodeStep(Step[B]):
         states = staged.automaton_state.numpy()
         states[: len(rows)] = NO_AUTOMATON
         guides = {row: inputs.guide for row, inputs in enumerate(rows) if inputs.guide is not None}
-        wanted = [guide.automaton for guide in guides.values()]
-        places = {} if self._automata is None else self._automata.allocate(wanted, self.buffers)
-        self.guided_rows = frozenset(row for row, guide in guides.items() if guide.automaton in places)
+        automata = [guide.automaton for guide in guides.values()]
+        allocations = {} if self._automata is None else self._automata.allocate(automata, self.buffers)
+        self.guided_rows = frozenset(row for row, guide in guides.items() if guide.automaton in allocations)
         for row in self.guided_rows:
-            number, line = places[guides[row].automaton]
+            number, line = allocations[guides[row].automaton]
             staged.automaton[row] = number
             states[row] = line + guides[row].state
 
@@ -282,16 +282,16 @@ class DecodeStep(Step[B]):
         read: list[StepTokens] = []
         ring = self._ring_tokens
         for step in steps:
-            place = step % len(ring)
-            found = None if logprobs is None else self._read_logprobs(place, num_rows, logprobs)
-            read.append(StepTokens(ring[place, :num_rows].tolist(), found))
+            entry = step % len(ring)
+            scores = None if logprobs is None else self._read_logprobs(entry, num_rows, logprobs)
+            read.append(StepTokens(ring[entry, :num_rows].tolist(), scores))
         return read
 
-    def _read_logprobs(self, place: int, num_rows: int, most: int) -> StepLogprobs:
+    def _read_logprobs(self, entry: int, num_rows: int, most: int) -> StepLogprobs:
         rings = self.rings
-        own = (ring[place, :num_rows].tolist() for ring in (rings.logprob, rings.rank))
-        tops = (ring[place, :num_rows, :most].tolist() for ring in (rings.top_logprobs, rings.top_ids))
-        return StepLogprobs(*own, *tops)
+        sampled = (ring[entry, :num_rows].tolist() for ring in (rings.logprob, rings.rank))
+        tops = (ring[entry, :num_rows, :most].tolist() for ring in (rings.top_logprobs, rings.top_ids))
+        return StepLogprobs(*sampled, *tops)
 
 
 def or_null(state_row: int | None, null_row: int) -> int:

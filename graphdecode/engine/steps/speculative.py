@@ -30,8 +30,8 @@ from graphdecode.kernels.model.advance import skip_steps
 from graphdecode.kernels.speculation.ngram_draft import ngram_draft
 from graphdecode.kernels.speculation.verify_drafts import (
     ACCEPTED,
+    CANDIDATES,
     DRAFT_COLUMNS,
-    FOUND,
     MATCHED,
     VERIFIED,
     Queries,
@@ -79,8 +79,8 @@ class NgramDrafts(DraftSource[SpeculativeBatch]):
 
     def look(self, batch: SpeculativeBatch) -> None:
         """Find drafts by the last tokens."""
-        found, known = (batch.drafts, batch.num_drafts, batch.match_lengths), (batch.history, batch.pre_step_seqlens)
-        ngram_draft(*found, *known, batch.live_rows, ngram_min=self._ngram_min, ngram_max=self._ngram_max)
+        outputs, inputs = (batch.drafts, batch.num_drafts, batch.match_lengths), (batch.history, batch.pre_step_seqlens)
+        ngram_draft(*outputs, *inputs, batch.live_rows, ngram_min=self._ngram_min, ngram_max=self._ngram_max)
 
 
 class ModelDrafts(DraftSource[SpeculativeBatch]):
@@ -111,8 +111,8 @@ class ModelDrafts(DraftSource[SpeculativeBatch]):
             )
             for keys in config.kept_keys
         ]
-        own = replace(setting, model=model, caches=self._caches, kv_dtype=dtype)
-        self._attention = decode_attention_of(own, 2 * setting.config.max_batch_size, batch_invariant=False)
+        draft_setting = replace(setting, model=model, caches=self._caches, kv_dtype=dtype)
+        self._attention = decode_attention_of(draft_setting, 2 * setting.config.max_batch_size, batch_invariant=False)
         self._rows = torch.arange(2 * setting.config.max_batch_size, dtype=torch.int32, device=device)
         self._last_place = setting.max_pages_per_row * setting.page_size - 1
         caches = [tensor for layer in self._caches for tensor in layer]
@@ -133,8 +133,8 @@ class ModelDrafts(DraftSource[SpeculativeBatch]):
         """Write `count` drafts of each row, one per pass."""
         position, table = batch.pre_step_seqlens, batch.page_table
         before = (position - 1).clamp(min=0)
-        known = batch.history.gather(1, before[:, None].to(torch.int64))
-        tokens = torch.cat([known.to(torch.int64), batch.tokens[:, None]], 1).view(-1)
+        previous = batch.history.gather(1, before[:, None].to(torch.int64))
+        tokens = torch.cat([previous.to(torch.int64), batch.tokens[:, None]], 1).view(-1)
         positions = torch.stack([before, position], 1).view(-1)
         tables = table[:, None].expand(-1, 2, -1).reshape(2 * batch.size, -1)
         logits = self._pass(tokens, positions, tables, batch.live_rows * 2).view(batch.size, 2, -1)[:, 1]
@@ -190,7 +190,7 @@ class SpeculativeStep(DecodeStep[SpeculativeBatch]):
         self._staged_history: list[tuple[Sequence[int], int]] = []  # per row: tokens, how many are staged
         super().__init__(setting, queries=widths[-1])
         self._widths, self.constants = widths, self._source.constants
-        self.drafting = Drafting(not adapts, self._found, self._source.prefill, self._source.is_cheap)
+        self.drafting = Drafting(not adapts, self._draft_candidates, self._source.prefill, self._source.is_cheap)
 
     def shapes(self) -> list[StepShape]:
         """Return the shapes of plain decoding and of several queries per row; none are mixed."""
@@ -206,10 +206,10 @@ class SpeculativeStep(DecodeStep[SpeculativeBatch]):
 
     def _adopt_tensors(self) -> None:
         super()._adopt_tensors()
-        own = {"ring_drafts": self._ring_drafts, "query_rows": self._query_rows, **self._source.tensors}
-        own |= {"host_drafts": self._host_drafts} if self._is_cuda else {}
-        own |= {"moved_states": self._moved} if self._states else {}
-        for name, tensor in own.items():
+        tensors = {"ring_drafts": self._ring_drafts, "query_rows": self._query_rows, **self._source.tensors}
+        tensors |= {"host_drafts": self._host_drafts} if self._is_cuda else {}
+        tensors |= {"moved_states": self._moved} if self._states else {}
+        for name, tensor in tensors.items():
             self.buffers.adopt(name, tensor)
 
     def run(self, shape: StepShape, batch: SpeculativeBatch, chunks: Chunks | None = None) -> None:
@@ -243,13 +243,13 @@ class SpeculativeStep(DecodeStep[SpeculativeBatch]):
 
     def _commit_states(self, batch: SpeculativeBatch, accepted: Tensor, queries: int) -> None:
         """Commit the states after each row's last accepted query, int32 [b]."""
-        kept = self._setting.draft_state_row + batch.query_rows[: batch.size] * queries + accepted
+        state_rows = self._setting.draft_state_row + batch.query_rows[: batch.size] * queries + accepted
         assert batch.state_rows is not None
         assert batch.moved_states is not None
         rows = batch.state_rows.to(torch.int64)
         for state in self._states:  # through memory that all graphs share: a recorded graph would keep its own
             moved = batch.moved_states[: batch.size * state[0].numel()].view(-1, *state.shape[1:])
-            state.index_copy_(0, rows, torch.index_select(state, 0, kept, out=moved))
+            state.index_copy_(0, rows, torch.index_select(state, 0, state_rows, out=moved))
 
     def _inputs_of_queries(self, batch: SpeculativeBatch, queries: int) -> DecodeInputs:
         count, table = batch.size * queries, batch.page_table
@@ -311,7 +311,7 @@ class SpeculativeStep(DecodeStep[SpeculativeBatch]):
         with torch.no_grad():
             self._finish_step(self.buffers.narrow(num_rows), 0, adapts=False)
 
-    def _found(self, num_rows: int) -> list[tuple[int, int]] | None:
+    def _draft_candidates(self, num_rows: int) -> list[tuple[int, int]] | None:
         if self._is_cuda:
             return None
         batch = self.buffers.all_rows
@@ -323,6 +323,6 @@ class SpeculativeStep(DecodeStep[SpeculativeBatch]):
         read, ring = super().read(steps, num_rows, logprobs=logprobs), self._host_drafts.numpy()
         for index, step in enumerate(steps):
             entry = ring[step % len(ring), :, :num_rows].tolist()
-            drafts = StepDrafts(entry[VERIFIED], entry[ACCEPTED], entry[FOUND], entry[MATCHED])
+            drafts = StepDrafts(entry[VERIFIED], entry[ACCEPTED], entry[CANDIDATES], entry[MATCHED])
             read[index] = read[index]._replace(drafts=drafts)
         return read

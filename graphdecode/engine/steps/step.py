@@ -210,8 +210,8 @@ class StepDrafts(NamedTuple):
 
     verified: list[int]  # drafts that were fed
     accepted: list[int]  # how many of them equal the sampled tokens
-    found: list[int]  # drafts for the next step
-    matched: list[int]  # match lengths of these
+    candidates: list[int]  # drafts for the next step
+    match_lengths: list[int]  # match lengths of these
 
 
 class StepTokens(NamedTuple):
@@ -288,7 +288,7 @@ class Drafting:
 
     is_fixed: bool  # every launch verifies all drafts
     # number of staged rows -> each one's drafts for the next step and match length; None: not known yet
-    found: Callable[[int], list[tuple[int, int]] | None]
+    candidates: Callable[[int], list[tuple[int, int]] | None]
     prefill: Callable[[Chunks], None]  # called after each prefill with its chunks
     is_cheap: bool  # plain steps make drafts, too; if False, `prefill` also gets the tokens that they fed
 
@@ -372,6 +372,6 @@ def step_maker(name: str) -> StepMaker:
     _OUTSIDE.find()
     if name not in STEPS:
         known = ", ".join(STEPS) or "none"
-        asked = shown(name, plain=True)
-        raise ArgumentError(f"step_kind {asked} is not registered; registered are {known}; a step {BRING_YOUR_OWN}")
+        requested = shown(name, plain=True)
+        raise ArgumentError(f"step_kind {requested} is not registered; registered are {known}; a step {BRING_YOUR_OWN}")
     return STEPS[name]

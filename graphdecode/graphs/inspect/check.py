@@ -14,7 +14,7 @@ from torch import Tensor
 
 from graphdecode.buffers import StepBuffers
 from graphdecode.graphs.errors import CaptureError, Refuse, caller, definition_of
-from graphdecode.graphs.inspect.observer import Given, Schema, StepObserver, observed
+from graphdecode.graphs.inspect.observer import Schema, StepObserver, TensorArg, observed
 from graphdecode.graphs.inspect.owners import Owners
 from graphdecode.graphs.inspect.trace import StepTracer, compare
 from graphdecode.graphs.step_graph import Step, check_arguments, slots_restored
@@ -73,8 +73,8 @@ def check(
 
     def collect(error: CaptureError) -> None:
         # one finding per kind and line: a method and the operators that it calls are one
-        found = Finding(error.kind, error.operator, error.file, error.line, error.why, error.remedy)
-        findings.setdefault((error.kind, error.file, error.line), found)
+        finding = Finding(error.kind, error.operator, error.file, error.line, error.why, error.remedy)
+        findings.setdefault((error.kind, error.file, error.line), finding)
 
     traces, lost = [], []
     with slots_restored(buffers):
@@ -145,9 +145,9 @@ class _RowWatcher(StepObserver):
         self.writes: list[tuple[str, str, _Location, Tensor]] = []
         self._buffers, self._live_rows = owners.buffers, live_rows
 
-    def seen(self, schema: Schema, args: tuple, kwargs: dict, given: Sequence[Given], result: Any) -> None:
+    def on_operator(self, schema: Schema, args: tuple, kwargs: dict, inputs: Sequence[TensorArg], result: Any) -> None:
         """Record the slots that the operator has written."""
-        for _, tensor, is_written, _ in given:
+        for _, tensor, is_written, _ in inputs:
             slot = self._buffers.slots.get((is_written and self.owner_of(tensor)) or "")
             if slot is not None:
                 live = self._buffers.tensors[slot.name]
@@ -185,11 +185,11 @@ def _find_mixed_rows(step: Step, buffers: StepBuffers, owners: Owners, refuse: R
         return watcher.writes
 
     def mixed(runs: list[list[tuple[str, str, _Location, Tensor]]]) -> dict[str, tuple[str, _Location, float]]:
-        found: dict[str, tuple[str, _Location, float]] = {}
+        differing: dict[str, tuple[str, _Location, float]] = {}
         for (slot_name, operator, location, before), *others in zip(*runs, strict=False):
             if off := max(_distance(before, after) for *_, after in others):
-                found.setdefault(slot_name, (operator, location, off))
-        return found
+                differing.setdefault(slot_name, (operator, location, off))
+        return differing
 
     runs = [written(*each) for each in enumerate(_HOSTILE)]
     found = mixed(runs)

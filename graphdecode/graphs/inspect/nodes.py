@@ -93,9 +93,9 @@ class AddressMap:
             name = memory.name_at(address)
             if name is not None:
                 return name, True
-        place = bisect_right(self._blocks, address, key=lambda block: block[0]) - 1
-        if place >= 0 and address < self._blocks[place][1]:
-            return self._blocks[place][2], True
+        index = bisect_right(self._blocks, address, key=lambda block: block[0]) - 1
+        if index >= 0 and address < self._blocks[index][1]:
+            return self._blocks[index][2], True
         return (NOT_OF_TORCH if self._is_mapped(address) else None), False
 
 
@@ -124,10 +124,12 @@ def _node(handle: Any, memory: AddressMap) -> Node:
     if kind == "kernel":
         (parameters,) = _checked(driver.cuGraphKernelNodeGetParams(handle))
         name, words = _kernel(parameters)
-        for place, word, is_whole in words:
+        for position, word, is_whole in words:
             owner = memory.owner_at(word)
             is_declared = owner not in (None, POOL, OTHERS, NOT_OF_TORCH)
-            arguments.append(Argument(place, word, owner, is_certain=is_declared or (is_whole and owner is not None)))
+            arguments.append(
+                Argument(position, word, owner, is_certain=is_declared or (is_whole and owner is not None))
+            )
     elif kind == "memcpy":
         (copy,) = _checked(driver.cuGraphMemcpyNodeGetParams(handle))
         for side in ("src", "dst"):
@@ -136,8 +138,8 @@ def _node(handle: Any, memory: AddressMap) -> Node:
     elif kind == "memset":
         (fill,) = _checked(driver.cuGraphMemsetNodeGetParams(handle))
         arguments.append(Argument("dst", int(fill.dst), memory.owner_at(int(fill.dst)), is_written=True))
-    known = tuple(a for a in arguments if a.owner is not None or memory.is_ownerless(a.address or 0))
-    return Node(name, kind, arguments=known)
+    owned = tuple(a for a in arguments if a.owner is not None or memory.is_ownerless(a.address or 0))
+    return Node(name, kind, arguments=owned)
 
 
 def _copied_at(copy: Any, side: str) -> int:

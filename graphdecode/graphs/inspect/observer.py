@@ -20,8 +20,8 @@ from graphdecode.buffers import StepSlots
 from graphdecode.errors import GraphdecodeError
 from graphdecode.graphs.errors import CaptureError, Refuse, caller, definition_of
 from graphdecode.graphs.inspect.owners import (
-    Known,
     Owners,
+    TensorInfo,
     can_be_moved,
     is_wrapper,
     storage_address,
@@ -144,13 +144,13 @@ class TorchDispatchMode(TorchsMode):
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         guarded: Callable[..., Any] | None = cls.__dict__.get("__torch_dispatch__")
-        plain = getattr(guarded, "__wrapped__", None)
-        if guarded is None or plain is None:
+        original = getattr(guarded, "__wrapped__", None)
+        if guarded is None or original is None:
             return
 
-        @functools.wraps(plain)
+        @functools.wraps(original)
         def dispatch(*arguments: Any, **keywords: Any) -> Any:
-            return (guarded if "torch._dynamo" in sys.modules else plain)(*arguments, **keywords)
+            return (guarded if "torch._dynamo" in sys.modules else original)(*arguments, **keywords)
 
         cls.__torch_dispatch__ = dispatch  # type: ignore[method-assign]
 
@@ -159,20 +159,20 @@ class StepObserver(TorchDispatchMode):
     """Checks every operator of one eager run of a step, and raises the first hazard, or collects all.
 
     Attributes:
-        binds_own: `seen` runs the project's own operators, where their outputs are read.
-        made: storages that the step made.
+        binds_native: `on_operator` runs the project's own operators, where their outputs are read.
+        created: storages that the step made.
         literals: tensors of one number that Python code writes into others (`x[0] = 1.0`).
         written: how often each storage was written.
         depth: nesting of running operators.
         slot_views: ids of the batch's tensors.
     """
 
-    binds_own = False
+    binds_native = False
 
     def __init__(self, owners: Owners, collect: Refuse | None = None) -> None:
         super().__init__()
         self._collect = collect
-        self.made: dict[int, StorageWeakRef] = {}
+        self.created: dict[int, StorageWeakRef] = {}
         self.literals: dict[int | None, Tensor] = {}
         self.last_operator: str | None = None
         self.depth, self.in_setitem = 0, False
@@ -181,7 +181,7 @@ class StepObserver(TorchDispatchMode):
         self._device_type = owners.buffers.device.type
         self._slots = owners.slots()
         self._constants = owners.constants_now()
-        self._known: dict[int, Known] = {}  # slots by the ids of their tensors
+        self._slot_infos: dict[int, TensorInfo] = {}  # slots by the ids of their tensors
         self._opaque: dict[int, Tensor] = {}  # refused results, by their ids
 
     @property
@@ -192,7 +192,7 @@ class StepObserver(TorchDispatchMode):
 
     def lost_result(self, result: Any, location: tuple[str | None, int | None]) -> CaptureError | None:
         """Return why nobody can read what a step has computed; None if it is in slots or adopted tensors."""
-        lost = [tensor for tensor in tensors_of(result) if storage_key(tensor) in {None, *self.made}]
+        lost = [tensor for tensor in tensors_of(result) if storage_key(tensor) in {None, *self.created}]
         if lost:
             detail = f"it returns a tensor of shape {list(lost[0].shape)}"
         elif self.last_operator is not None and not any(key in self._slots for key in self.written):
@@ -226,30 +226,30 @@ class StepObserver(TorchDispatchMode):
         is_literal = self.in_setitem and schema.hazard == "host-data" and args[0].numel() == 1
         if not (is_literal or schema.is_safe):
             self._check_operator(schema, args, kwargs)
-        given = self._inputs(schema, args, kwargs)
+        inputs = self._inputs(schema, args, kwargs)
         written, result = [], None
-        for _, tensor, is_written, key in given:
+        for _, tensor, is_written, key in inputs:
             if is_written:
                 written.append(tensor)
                 self.written[key] += 1
-        if not (schema.is_own and self.binds_own):
+        if not (schema.is_own and self.binds_native):
             before = [(tensor, tensor.shape, storage_address(tensor)) for tensor in written]
             result = func(*args, **kwargs)
             if is_literal:
                 self.literals |= {storage_key(tensor): tensor for tensor in tensors_of(result)}
             if written or not schema.is_aten or self._device_type != "cpu":
                 self._check_outputs(schema, args, result, before)
-            self._take_results(schema, given, result)
+            self._note_results(schema, inputs, result)
         if not (isinstance(result, Tensor) and result.is_meta):
-            self.seen(schema, args, kwargs, given, result)
+            self.on_operator(schema, args, kwargs, inputs, result)
         return result
 
-    def _take_results(self, schema: Schema, given: Sequence[Given], result: Any) -> None:
+    def _note_results(self, schema: Schema, inputs: Sequence[TensorArg], result: Any) -> None:
         """Note what an operator made; refuse what no graph's memory can hold."""
         new: list[Tensor] = []
         for tensor in tensors_of(result):
             key = storage_key(tensor)
-            if key is None and any(tensor is each for _, each, *_ in given):
+            if key is None and any(tensor is each for _, each, *_ in inputs):
                 continue  # written in place
             if key is None or not self._is_known(key):
                 if can_be_moved(tensor):
@@ -260,21 +260,21 @@ class StepObserver(TorchDispatchMode):
                     self.refuse(CaptureError("opaque-memory", schema.overload, detail))
                     self._opaque[id(tensor)] = tensor
                 if key is not None:
-                    self.made[key] = StorageWeakRef(tensor.untyped_storage())
+                    self.created[key] = StorageWeakRef(tensor.untyped_storage())
         if new:
-            self.made_new(schema, new)
+            self.on_new_tensors(schema, new)
         for tensor in new:
             storage = tensor.untyped_storage()
-            self.made[storage._cdata] = StorageWeakRef(storage)
+            self.created[storage._cdata] = StorageWeakRef(storage)
 
     def _is_known(self, key: int) -> bool:
-        return key in self.made or key in self._slots or key in self._constants or key in self.literals
+        return key in self.created or key in self._slots or key in self._constants or key in self.literals
 
-    def made_new(self, schema: Schema, tensors: Sequence[Tensor]) -> None:
+    def on_new_tensors(self, schema: Schema, tensors: Sequence[Tensor]) -> None:
         """Hook: an operator returned tensors in new memory."""
 
-    def seen(self, schema: Schema, args: tuple, kwargs: dict, given: Sequence[Given], result: Any) -> None:
-        """Hook: an operator was run; `given` are its tensors."""
+    def on_operator(self, schema: Schema, args: tuple, kwargs: dict, inputs: Sequence[TensorArg], result: Any) -> None:
+        """Hook: an operator was run; `inputs` are its tensors."""
 
     def _check_operator(self, schema: Schema, args: tuple, kwargs: dict) -> None:
         hazards = {
@@ -284,8 +284,8 @@ class StepObserver(TorchDispatchMode):
             "torch-rng": schema.may_draw and _draws(schema, args, kwargs),
             "data-dependent-shape": self._is_dynamic(schema, args),
         }
-        for kind, is_there in hazards.items():
-            if is_there:
+        for kind, applies in hazards.items():
+            if applies:
                 self.refuse(CaptureError(kind, schema.overload))
 
     def _is_dynamic(self, schema: Schema, args: tuple) -> bool:
@@ -295,29 +295,29 @@ class StepObserver(TorchDispatchMode):
             return _has_mask(args) and storage_key(args[2]) not in self.literals
         return schema.is_dynamic
 
-    def _inputs(self, schema: Schema, args: tuple, kwargs: dict) -> list[Given]:
+    def _inputs(self, schema: Schema, args: tuple, kwargs: dict) -> list[TensorArg]:
         """Return the tensor arguments of an operator, checked."""
-        found: list[Given] = []
-        values, slots, constants = values_of(schema, args, kwargs), self._known, self._constants.known
+        inputs: list[TensorArg] = []
+        values, slots, constants = values_of(schema, args, kwargs), self._slot_infos, self._constants.infos
         for index, name, is_written in schema.tensors:
             value = values[index]
             if isinstance(value, Tensor):
                 known = slots.get(id(value)) or (None if is_written else constants.get(id(value)))
                 key = self._checked(schema, value, is_written) if known is None else known.key
-                found.append((name, value, is_written, key))
+                inputs.append((name, value, is_written, key))
             elif value is not None:
-                found += ((name, t, is_written, self._checked(schema, t, is_written)) for t in tensors_of(value))
-        return found
+                inputs += ((name, t, is_written, self._checked(schema, t, is_written)) for t in tensors_of(value))
+        return inputs
 
     def _checked(self, schema: Schema, tensor: Tensor, is_written: bool) -> int | None:
         """Return the key of an argument's storage; refuse memory that was not declared."""
         key = storage_key(tensor)
         if schema.hazard == "host-data" or id(tensor) in self._opaque:
             return key  # reported already
-        if key in self.made or key in self.literals:
+        if key in self.created or key in self.literals:
             return key
         if key in self._slots:
-            self._known[id(tensor)] = Known.of(tensor, self._slots.name_of(tensor))
+            self._slot_infos[id(tensor)] = TensorInfo.of(tensor, self._slots.name_of(tensor))
         elif not (self._constants.names(tensor) if key is None else key in self._constants):
             detail = f"shape {list(tensor.shape)}, {tensor.dtype}"
             self.refuse(CaptureError("undeclared-input", schema.overload, detail))
@@ -325,7 +325,7 @@ class StepObserver(TorchDispatchMode):
             owner = "" if key is None else self.owner_of(tensor) or ""
             self.refuse(CaptureError("constant-written", schema.overload, owner))
         elif self._constants.names(tensor):
-            self._constants.known[id(tensor)] = Known.of(tensor, self._constants.name_of(tensor))
+            self._constants.infos[id(tensor)] = TensorInfo.of(tensor, self._constants.name_of(tensor))
         return key
 
     def _check_outputs(self, schema: Schema, args: tuple, result: Any, written: Sequence) -> None:
@@ -338,7 +338,7 @@ class StepObserver(TorchDispatchMode):
         if not schema.is_aten and any(isinstance(leaf, (int, float)) for leaf in flattened(result)):
             self.refuse(CaptureError("host-read", schema.overload, "it returns a number"))
         if self._device_type != "cpu" and not tensors_of(args):
-            for _ in filter(lambda made: made.device.type == "cpu", tensors_of(result)):
+            for _ in filter(lambda tensor: tensor.device.type == "cpu", tensors_of(result)):
                 self.refuse(CaptureError("host-data", schema.overload, "made on the CPU"))
 
 
@@ -392,8 +392,8 @@ def observed(observer: StepObserver, batch: StepSlots, *, step: Any = None) -> I
     Raises:
         CaptureError: no graph can replay the step, or it raised an error.
     """
-    seen = watched(batch, observer.refuse)
-    observer.slot_views = {id(value) for value in vars(seen).values() if isinstance(value, Tensor)}
+    aliases = watched(batch, observer.refuse)
+    observer.slot_views = {id(value) for value in vars(aliases).values() if isinstance(value, Tensor)}
     tensors = observer.declared
     versions = {name: _version(tensor) for name, tensor in tensors.items()}
     try:
@@ -402,7 +402,7 @@ def observed(observer: StepObserver, batch: StepSlots, *, step: Any = None) -> I
             launches_watched(lambda: observer.depth > 0, observer.refuse, partial(setattr, observer, "in_setitem")),
             observer,
         ):
-            yield seen
+            yield aliases
     except CaptureError:
         raise
     except Exception as error:
@@ -428,7 +428,7 @@ def values_of(schema: Schema, args: tuple, kwargs: dict) -> Sequence[Any]:
 
 
 # a tensor argument: its name, the tensor, whether it is written, and its storage's key
-Given = tuple[str, Tensor, bool, int | None]
+TensorArg = tuple[str, Tensor, bool, int | None]
 
 
 def _draws(schema: Schema, args: tuple, kwargs: dict) -> bool:
@@ -487,8 +487,10 @@ def mapped(function: Callable[[Any], Any], value: Any) -> Any:
     if isinstance(value, dict):
         return {key: mapped(function, member) for key, member in value.items()}
     if isinstance(value, (tuple, list)):
-        made = [mapped(function, member) if isinstance(member, _CONTAINERS) else function(member) for member in value]
-        return made if isinstance(value, list) else tuple(made)
+        members = [
+            mapped(function, member) if isinstance(member, _CONTAINERS) else function(member) for member in value
+        ]
+        return members if isinstance(value, list) else tuple(members)
     return function(value)
 
 

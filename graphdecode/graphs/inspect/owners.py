@@ -41,12 +41,12 @@ def can_be_moved(tensor: Tensor) -> bool:
     return not (is_opaque(tensor) or tensor.is_quantized or tensor.is_meta or tensor._is_zerotensor())
 
 
-def placed(storage: UntypedStorage, like: Tensor) -> Tensor:
+def tensor_over(storage: UntypedStorage, like: Tensor) -> Tensor:
     """Return a tensor over a storage with the dtype, layout, and conjugate and negative bits of another."""
-    made = torch.empty(0, dtype=like.dtype, device=storage.device)
-    made.set_(storage, like.storage_offset(), like.shape, like.stride())
-    made = made.conj() if like.is_conj() else made
-    return torch._neg_view(made) if like.is_neg() else made
+    tensor = torch.empty(0, dtype=like.dtype, device=storage.device)
+    tensor.set_(storage, like.storage_offset(), like.shape, like.stride())
+    tensor = tensor.conj() if like.is_conj() else tensor
+    return torch._neg_view(tensor) if like.is_neg() else tensor
 
 
 def storage_key(tensor: Tensor) -> int | None:
@@ -59,7 +59,7 @@ def storage_address(tensor: Tensor) -> int | None:
     return None if is_opaque(tensor) else _begin_of(tensor.untyped_storage())
 
 
-class Known(NamedTuple):
+class TensorInfo(NamedTuple):
     """What is known of a tensor's memory, which does not change while the tensor is where it is."""
 
     tensor: Tensor  # kept, for it is known by its id
@@ -69,7 +69,7 @@ class Known(NamedTuple):
     alias: Tensor  # stays with the memory when the tensor is moved
 
     @classmethod
-    def of(cls, tensor: Tensor, owner: str | None) -> Known:
+    def of(cls, tensor: Tensor, owner: str | None) -> TensorInfo:
         """Read it of a tensor."""
         if is_opaque(tensor):
             return cls(tensor, None, None, owner, tensor)
@@ -83,7 +83,7 @@ class MemoryMap:
     def __init__(self, tensors: dict[str, Tensor]) -> None:
         self.tensors = tensors
         self.sizes = {name: tensor.nbytes for name, tensor in tensors.items() if not is_opaque(tensor)}
-        self.known: dict[int, Known] = {}  # of `tensors`: filled while steps are observed, by their ids
+        self.infos: dict[int, TensorInfo] = {}  # of `tensors`: filled while steps are observed, by their ids
         self._ids = {id(tensor) for tensor in tensors.values()}
         self._named: dict[int, list[tuple[int, int, str]]] = {}
         for name in self.sizes:
@@ -149,7 +149,10 @@ class Owners:
         """Make the modules among the constants refuse to load weights."""
         self.thaw()
         modules = {
-            module for given in self._constants if isinstance(given, torch.nn.Module) for module in given.modules()
+            module
+            for constant in self._constants
+            if isinstance(constant, torch.nn.Module)
+            for module in constant.modules()
         }
         self._hooks = [module.register_load_state_dict_pre_hook(_refuse_to_load) for module in modules]
 
@@ -187,8 +190,8 @@ def _named_tensors(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
         yield name, value
         yield from _parts_of(value, name)
     elif isinstance(value, torch.nn.Module):
-        for place, tensor in [*value.named_parameters(), *value.named_buffers()]:
-            yield from _named_tensors(tensor, f"{name}.{place}")
+        for attribute, tensor in [*value.named_parameters(), *value.named_buffers()]:
+            yield from _named_tensors(tensor, f"{name}.{attribute}")
     elif isinstance(value, (list, tuple, dict)):
         for key, member in value.items() if isinstance(value, dict) else enumerate(value):
             yield from _named_tensors(member, f"{name}[{key!r}]")

@@ -20,8 +20,8 @@ def to_dot(title: str, nodes: list[Node]) -> str:
     lines = ["digraph step {", f"  label={_quoted(title)}; rankdir=TB; node [shape=box, fontname=monospace];"]
     sources: set[str] = set()
     for index, (node, edges) in enumerate(zip(nodes, _edges_of(nodes), strict=True)):
-        place = f"\\n{node.file.rpartition('/')[2]}:{node.line}" if node.file else ""
-        lines.append(f'  n{index} [label={_quoted(node.name)[:-1]}{place}"];')
+        location = f"\\n{node.file.rpartition('/')[2]}:{node.line}" if node.file else ""
+        lines.append(f'  n{index} [label={_quoted(node.name)[:-1]}{location}"];')
         for origin, label in edges:
             name = f"n{origin}" if isinstance(origin, int) else _quoted(origin)
             if isinstance(origin, str):
@@ -48,9 +48,9 @@ def to_svg(dot: str) -> str:
 
 def _edges_of(nodes: list[Node]) -> Edges:
     """Return the edges of each node; if the arguments are not known, nodes are chained in order."""
-    found: Edges = []
+    all_edges: Edges = []
     last_writer: dict[object, int] = {}
-    knows_arguments = any(argument.shape is not None for node in nodes for argument in node.arguments)
+    has_arguments = any(argument.shape is not None for node in nodes for argument in node.arguments)
     for index, node in enumerate(nodes):
         edges: dict[tuple[int | str, str], None] = {}
         for argument in node.arguments:
@@ -59,13 +59,13 @@ def _edges_of(nodes: list[Node]) -> Edges:
             if origin is not None and argument.name != "result":
                 shape = "" if argument.shape is None else str(list(argument.shape))
                 edges[origin, argument.owner or shape] = None
-        if index and not knows_arguments:
+        if index and not has_arguments:
             edges[index - 1, ""] = None
-        found.append(edges)
+        all_edges.append(edges)
         for argument in node.arguments:
             if argument.is_written and argument.storage is not None:
                 last_writer[argument.storage] = index
-    return found
+    return all_edges
 
 
 def _quoted(text: str) -> str:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from graphdecode.graphs.errors import CaptureError, Refuse, caller
-from graphdecode.graphs.inspect.observer import Given, Schema, StepObserver, mapped
+from graphdecode.graphs.inspect.observer import Schema, StepObserver, TensorArg, mapped
 from graphdecode.graphs.inspect.owners import Owners, storage_key
 
 # an operator; its arguments and results; file and line
@@ -44,7 +44,7 @@ class StepTracer(StepObserver):
         self.trace: list[Call] = []
         self._intermediates: dict[int | None, str] = {}
 
-    def seen(self, schema: Schema, args: tuple, kwargs: dict, given: Sequence[Given], result: Any) -> None:
+    def on_operator(self, schema: Schema, args: tuple, kwargs: dict, inputs: Sequence[TensorArg], result: Any) -> None:
         """Add the operator with its arguments and results to the trace."""
         self.trace.append((schema.overload, mapped(self._describe, (args, kwargs, result)), caller()))
 
