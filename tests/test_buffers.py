@@ -131,7 +131,7 @@ def test_a_moved_slot_is_named(buffers: StepBuffers) -> None:
 
 
 @pytest.mark.parametrize("name", ["live_rows", "narrow", "device", "tokens"])
-def test_taken_names_are_refused(name: str) -> None:
+def test_duplicate_and_reserved_slot_names_are_refused(name: str) -> None:
     slots = [Slot("tokens", ("batch",), torch.int64), Slot(name, ("batch",), torch.int64)]
     with pytest.raises(ValueError, match="declared twice, or the name is reserved"):
         StepBuffers(slots, max_batch_size=2, device="cpu")
@@ -153,7 +153,7 @@ def test_taken_names_are_refused(name: str) -> None:
         ("staged", {"staged": True}),
     ],
 )
-def test_a_field_of_a_slot_that_cannot_be_is_named_with_its_value(argument: str, fields: dict) -> None:
+def test_an_invalid_field_of_a_slot_is_named_with_its_value(argument: str, fields: dict) -> None:
     declared = {"name": "x", "shape": ("batch",), "dtype": torch.float32, **fields}
     with pytest.raises(ValueError, match=argument) as refused:
         Slot(**declared)
@@ -172,7 +172,7 @@ def test_a_field_of_a_slot_that_cannot_be_is_named_with_its_value(argument: str,
         ("'huge'", {"slots": [Slot("huge", (2**46,), torch.float32, staged="rows")]}),
     ],
 )
-def test_buffers_that_cannot_be_are_refused_by_argument(argument: str, options: dict) -> None:
+def test_invalid_buffers_are_refused_by_argument(argument: str, options: dict) -> None:
     given = {"slots": [Slot("x", ("batch",), torch.float32)], "max_batch_size": 2, "device": "cpu", **options}
     with pytest.raises(ValueError, match=argument):
         StepBuffers(given.pop("slots"), **given)

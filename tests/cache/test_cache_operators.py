@@ -161,7 +161,7 @@ def test_rows_arrive_where_their_sequence_is_wanted(name, versions, device):
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_both_planners_bring_random_permutations_and_forks_about(seed, device):
+def test_both_planners_plan_random_permutations_and_forks(seed, device):
     generator = torch.Generator().manual_seed(seed)
     rows = 12
     owners = (torch.randperm(rows, generator=generator) + 1).tolist()

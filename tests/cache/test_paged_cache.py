@@ -76,7 +76,7 @@ def test_the_least_recently_used_prefix_goes_first_and_its_head_last():
     assert cache.add("again too", [*range(200, 212), 0]) == 12
 
 
-def test_a_truncated_prefix_is_forgotten_before_it_is_overwritten():
+def test_a_truncated_prefix_leaves_the_index():
     cache = make()
     compute(cache, "a", [1, 2, 3, 4, 5, 6, 7, 8])
     cache.truncate("a", 6)
@@ -115,7 +115,7 @@ def test_without_prefix_caching_nothing_is_found():
     assert (cache.pool.free, cache.pool.evictable) == (8, 0)
 
 
-def test_publishing_hashes_only_pages_that_have_become_full():
+def test_publishing_hashes_new_full_pages_alone():
     cache = make()
     tokens = Watched(range(32))
     cache.add("a", tokens[:0])
@@ -186,12 +186,12 @@ def test_lengths_past_a_row_or_its_pages_are_errors():
 
 
 @pytest.mark.parametrize("size", ["num_layers", "page_size", "max_pages_per_row"])
-def test_sizes_that_cannot_be_are_refused_by_name(size):
+def test_invalid_sizes_are_refused_by_name(size):
     with pytest.raises(ValueError, match=rf"{size} must be an integer >= 1, got 0"):
         make(**{size: 0})
 
 
-def test_it_says_in_a_line_what_it_is():
+def test_repr_is_one_line():
     cache = make(num_layers=2)
     compute(cache, "a", list(range(9)))
     assert "1 sequences, PagePool(8 pages: 3 used" in repr(cache)
@@ -225,7 +225,7 @@ def test_a_sequence_of_no_tokens_enters_without_pages(ledger: PageLedger) -> Non
     assert ledger.pages["d"] == []
 
 
-def test_who_has_more_pages_than_its_length_takes_keeps_them(ledger: PageLedger) -> None:
+def test_surplus_pages_stay_with_their_sequence(ledger: PageLedger) -> None:
     before = {name: list(pages) for name, pages in ledger.pages.items()}
     ledger.exchange([], [("a", 1), ("b", 2 * PAGE)])
     assert ledger.pages == before
@@ -233,14 +233,14 @@ def test_who_has_more_pages_than_its_length_takes_keeps_them(ledger: PageLedger)
     assert (ledger.pages["a"], ledger.available) == (before["a"], 0)
 
 
-def test_what_some_have_too_many_is_no_room_for_others(ledger: PageLedger) -> None:
+def test_surplus_pages_of_a_sequence_are_not_available(ledger: PageLedger) -> None:
     before = {name: list(pages) for name, pages in ledger.pages.items()}
     with pytest.raises(CacheFullError, match="2 more pages are needed, 1 of 6 are available"):
         ledger.exchange([], [("a", 1), ("c", 3 * PAGE)])
     assert ledger.pages == before
 
 
-def test_pages_of_who_leaves_are_there_for_who_enters(ledger: PageLedger) -> None:
+def test_pages_of_leaving_sequences_serve_new_ones(ledger: PageLedger) -> None:
     ledger.exchange(["a"], [("d", 3 * PAGE)])
     assert {name: len(pages) for name, pages in ledger.pages.items()} == {"b": 2, "c": 1, "d": 3}
     with pytest.raises(CacheFullError, match="4 more pages are needed, 3 of 6 are available"):
@@ -271,7 +271,7 @@ def test_pages_come_in_ascending_runs_and_are_counted():
         ("evict", 1),
     ],
 )
-def test_what_the_pool_cannot_do_is_an_error_that_changes_nothing(verb, argument):
+def test_invalid_calls_of_the_pool_change_nothing(verb, argument):
     pool = PagePool(4)
     pool.take(1)
     with pytest.raises(ValueError, match="page"):
@@ -279,7 +279,7 @@ def test_what_the_pool_cannot_do_is_an_error_that_changes_nothing(verb, argument
     assert (pool.free, pool.used, pool.shared, [pool.count(p) for p in range(4)]) == (3, 1, 0, [1, 0, 0, 0])
 
 
-def test_taking_and_giving_back_do_not_depend_on_the_size_of_the_pool():
+def test_taking_and_returning_pages_is_o_1():
     """A pool of a million pages answers as fast as one of a hundred: nothing is searched."""
 
     def seconds(total):
@@ -301,7 +301,7 @@ def cache_of(rolling: RollingPages, total_num_pages: int = 60) -> PagedKVCache:
     )  # fmt: skip
 
 
-def test_a_page_row_names_the_ring_again_and_again_and_nobodys_names_the_null_page() -> None:
+def test_a_page_row_repeats_its_ring_and_a_padding_row_has_the_null_page() -> None:
     rolling, row = rings(), np.zeros(10, np.int32)
     rolling.fill(row, 1)
     assert row.tolist() == [*range(7, 14), 7, 8, 9]
@@ -309,7 +309,7 @@ def test_a_page_row_names_the_ring_again_and_again_and_nobodys_names_the_null_pa
     assert set(row.tolist()) == {rolling.null_page} == {21}
 
 
-def test_layers_that_roll_have_the_pages_of_all_rings() -> None:
+def test_rolling_layers_have_the_pages_of_all_rings() -> None:
     cache = cache_of(rings())
     assert [layer.keys.shape[0] for layer in cache.layers] == [3 * 7 + 1, 61]
     assert [layer.is_rolling for layer in cache.layers] == [True, False]
@@ -326,7 +326,7 @@ def test_a_sequence_without_a_ring_is_refused_and_changes_nothing() -> None:
     assert sorted(map(cache.state_row_of, (0, 2, 3))) == [0, 1, 2]
 
 
-def test_a_hidden_ring_is_taken_over_by_nobody() -> None:
+def test_a_hidden_ring_is_not_reused() -> None:
     for hides in (False, True):
         cache, tokens = cache_of(rings()), list(range(20))
         cache.add("first", tokens)
@@ -339,7 +339,7 @@ def test_a_hidden_ring_is_taken_over_by_nobody() -> None:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_every_token_that_a_query_sees_is_its_own_lines(seed: int) -> None:
+def test_every_token_in_a_window_is_of_its_own_sequence(seed: int) -> None:
     """Each write leaves its line of tokens in its place; each read of a window finds the line of the reader there."""
     rng = random.Random(seed)
     longest, window, ahead = rng.randrange(1, 13), rng.randrange(0, 20), rng.randrange(0, 6)
@@ -387,7 +387,7 @@ def test_every_token_that_a_query_sees_is_its_own_lines(seed: int) -> None:
     assert taken_over > 0
 
 
-def test_rows_without_rings_remember_nothing() -> None:
+def test_rows_without_rings_keep_no_digests() -> None:
     rows = StateRows(2, None)
     assert rows.take("a", [b"x"]) == 0
     rows.release("a", [b"x"])

@@ -59,7 +59,7 @@ def test_all_ranks_get_the_sum_in_the_order_of_the_ranks(ranks: int, dtype: torc
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("columns", [7, 64])
-def test_columns_of_all_ranks_stand_side_by_side(columns: int, backend: str) -> None:
+def test_all_gather_concatenates_the_columns_of_all_ranks(columns: int, backend: str) -> None:
     ranks, rows = 3, 20
     board = small_board(ranks)
     whole = torch.randn(rows, columns, generator=torch.Generator().manual_seed(columns))
@@ -74,7 +74,7 @@ def test_columns_of_all_ranks_stand_side_by_side(columns: int, backend: str) -> 
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_many_meetings_of_ranks_at_different_speeds_mix_nothing_up(backend: str) -> None:
+def test_collectives_of_ranks_at_different_speeds_stay_in_order(backend: str) -> None:
     ranks, board, wrong = 3, small_board(3), []
 
     def work(rank: int) -> None:
@@ -92,7 +92,7 @@ def test_many_meetings_of_ranks_at_different_speeds_mix_nothing_up(backend: str)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_rank_that_does_not_come_is_named_and_nobody_waits_again(backend: str) -> None:
+def test_a_missing_rank_is_named_and_no_rank_waits_again(backend: str) -> None:
     board = small_board(3)
     board[LIMIT_MS] = 200
     shared = [SharedCollectives(rank, 3, print, board) for rank in range(2)]
@@ -106,14 +106,14 @@ def test_a_rank_that_does_not_come_is_named_and_nobody_waits_again(backend: str)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_ranks_that_come_for_different_collectives_find_out(backend: str) -> None:
+def test_ranks_in_different_collectives_are_named(backend: str) -> None:
     board = small_board(2)
     shared = [SharedCollectives(rank, 2, print, board) for rank in range(2)]
     together(2, lambda rank: shared[rank].all_reduce(torch.ones(2, 2 + rank), "x"), backend)
     assert "called another collective" in str(shared[0].late())
 
 
-def test_who_waits_for_a_rank_that_is_gone_is_let_go() -> None:
+def test_ranks_that_wait_for_a_lost_rank_are_released() -> None:
     board = small_board(2)
     shared = SharedCollectives(0, 2, print, board)
     threading.Timer(0.1, shared.give_up, [1]).start()
@@ -123,7 +123,7 @@ def test_who_waits_for_a_rank_that_is_gone_is_let_go() -> None:
     assert shared.late() == "rank 1 of 2 did not reach a collective"
 
 
-def test_places_of_a_board_do_not_overlap_and_fill_it() -> None:
+def test_data_areas_fill_the_board_without_overlap() -> None:
     _, board = new_board(4, 30.0)
     assert board[LIMIT_MS] == 30_000
     assert HEADER + 2 * 4 * area_bytes_of(board, 4) // 8 == board.numel()

@@ -48,7 +48,7 @@ def both(pair: Pair, work: Callable[[int, Leader | Follower], None]) -> list[str
     return raised
 
 
-def test_ranks_that_agree_on_nothing_before_they_have_collectives_say_so() -> None:
+def test_ranks_that_differ_before_collectives_exist_are_refused() -> None:
     settings = GroupSettings(2, "cpu", "gloo", 60.0, 1, ("127.0.0.1", 1))
     (here, there), (life, their_life) = socket.socketpair(), socket.socketpair()
     Link(there).send(Message(REPLY, (0, 0, 0), b"leaves the group"))
@@ -98,7 +98,7 @@ def test_an_attempt_is_over_for_all_when_one_rank_refuses(pair: Pair, refusing: 
         assert found[1] == "refused: another rank refused"
 
 
-def test_a_capture_that_all_ranks_make_alike_goes_through(pair: Pair) -> None:
+def test_a_capture_that_is_the_same_on_all_ranks_succeeds(pair: Pair) -> None:
     def work(_: int, end: Leader | Follower) -> None:
         with end.collectives.captured("bucket 4"):
             x = torch.ones(4, 8)
@@ -110,7 +110,7 @@ def test_a_capture_that_all_ranks_make_alike_goes_through(pair: Pair) -> None:
         assert end.collectives.manifests["bucket 4"] == ["all_reduce of [4, 8] float32 at layers.0.o"]
 
 
-def test_a_collective_of_another_shape_is_named_before_anybody_waits(pair: Pair) -> None:
+def test_a_collective_of_another_shape_is_refused_before_any_rank_waits(pair: Pair) -> None:
     def work(rank: int, end: Leader | Follower) -> None:
         with end.collectives.captured("bucket 4"):
             end.collectives.all_reduce(torch.ones(4, 8), "layers.0.o")
@@ -121,7 +121,7 @@ def test_a_collective_of_another_shape_is_named_before_anybody_waits(pair: Pair)
         assert "rank 1 is in bucket 4 at collective 1: all_reduce of [4, 9] float32 at layers.0.down" in text
 
 
-def test_collectives_in_another_order_and_too_few_of_them_are_named(pair: Pair) -> None:
+def test_collectives_in_another_order_or_number_are_named(pair: Pair) -> None:
     def work(rank: int, end: Leader | Follower) -> None:
         with end.collectives.captured("bucket 8"):
             for place in ("layers.0.o", "layers.0.down")[: 2 - rank]:
@@ -145,7 +145,7 @@ def test_messages_arrive_as_they_were_sent() -> None:
     there.close()
 
 
-def test_a_rank_that_is_stopped_and_reads_nothing_holds_nobody_up() -> None:
+def test_a_stopped_rank_that_reads_nothing_blocks_no_other() -> None:
     """Its sockets are full: rank 0 waits to tell it something, and the watch to say why it ends."""
     settings = GroupSettings(2, "cpu", "shared", 60.0, 1)
     (here, there), (life, their_life) = socket.socketpair(), socket.socketpair()
@@ -168,7 +168,7 @@ def test_a_rank_that_is_stopped_and_reads_nothing_holds_nobody_up() -> None:
     theirs.close()
 
 
-def test_what_all_ranks_refuse_is_not_the_fault_of_one(pair: Pair) -> None:
+def test_an_error_of_all_ranks_names_no_rank(pair: Pair) -> None:
     leader, follower = pair
     follower.fail("no such model")
     leader.explain(ArgumentError("no such model"))

@@ -136,7 +136,7 @@ def test_a_request_has_the_same_bits_alone_and_in_any_company(folder_of: Any, mo
 @pytest.mark.parametrize(
     ("model", "quantize"), [("llama", "int8"), ("llama", "int4"), ("llama", "q8_0"), ("gpt-oss", "q8_0")]
 )
-def test_weights_of_few_bits_give_the_same_bits_in_any_company(folder_of: Any, model: str, quantize: str) -> None:
+def test_quantized_weights_give_the_same_bits_in_any_batch(folder_of: Any, model: str, quantize: str) -> None:
     folder, given = folder_of(model), requests()
     with make(folder, "bfloat16", quantize) as llm:
         expected = [answers(llm, [request])[0] for request in given]
@@ -155,7 +155,7 @@ def test_the_number_of_threads_changes_no_bit(folder_of: Any) -> None:
     assert found[0] == found[1]
 
 
-def test_what_cannot_be_had_is_refused_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsupported_settings_are_refused_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "library", lambda *element: None)
     monkeypatch.setattr(native, "why_not", lambda: "no compiler")
     with pytest.raises(ValueError, match="needs compiled kernels on a CPU: no compiler"):
@@ -174,7 +174,7 @@ def answers_of(llm, prompts=tuple(PROMPTS)):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", DTYPES)
 @pytest.mark.parametrize("backend", ["recorded", "eager"])
-def test_answers_are_right_over_keys_of_eight_bits(backend, kind, dtype):
+def test_outputs_with_an_fp8_cache(backend, kind, dtype):
     with LLM("demo", kv_cache_dtype=kind, max_batch_size=3, backend=backend, dtype=dtype) as llm:
         assert llm.engine.runner.cache.layers[0].keys.dtype == DTYPES[kind]
         given = [answers_of(llm, [prompt])[0] for prompt in PROMPTS]
@@ -183,7 +183,7 @@ def test_answers_are_right_over_keys_of_eight_bits(backend, kind, dtype):
 
 
 @pytest.mark.parametrize("kind", DTYPES)
-def test_preemption_and_drafts_change_no_answer(kind):
+def test_preemption_and_drafts_change_no_output(kind):
     tight = {"page_size": 4, "total_num_pages": 9, "max_batch_size": 3, "max_sequence_length": 32}
     with LLM("demo", kv_cache_dtype=kind, dtype="float32", **tight) as llm:
         assert answers_of(llm) == list(PROMPTS.values())
@@ -193,7 +193,7 @@ def test_preemption_and_drafts_change_no_answer(kind):
 
 @compiled
 @pytest.mark.parametrize("kind", DTYPES)
-def test_law_9_a_request_has_the_same_bits_alone_and_in_company(kind):
+def test_law_9_a_request_has_the_same_bits_alone_and_batched(kind):
     params = SamplingParams(temperature=0.0, max_tokens=6, logprobs=1)
     with LLM("demo", kv_cache_dtype=kind, batch_invariant=True, max_batch_size=4, dtype="bfloat16") as llm:
         alone = [llm.generate([prompt], params)[0].outputs[0] for prompt in PROMPTS]
@@ -280,7 +280,7 @@ class Scales:
         ("k_cache.scale", "v_cache.scale"),
     ],
 )
-def test_scales_are_found_under_every_writers_names(key, value):
+def test_cache_scales_are_read_by_all_known_names(key, value):
     prefix = "model.layers.1.self_attn."
     found = read_cache_scales(Scales({prefix + key: [0.5, 0.25], prefix + value: 2.0}), 3, 2)
     assert found == [(1.0, 1.0), (0.5, 2.0), (1.0, 1.0)]
@@ -315,7 +315,7 @@ def test_a_checkpoints_scales_divide_what_fp8_holds(tmp_path, dtype):
         assert answers_of(llm) == list(PROMPTS.values())
 
 
-def test_another_type_is_a_record(monkeypatch):
+def test_a_new_cache_dtype_is_one_record(monkeypatch):
     """Floats with two bits of fraction, by the name of those with three: no other file of Python tells them apart."""
     others = KV_FORMATS[torch.float8_e5m2]._replace(names=("fp8",), has_layer_scales=True)
     monkeypatch.setitem(KV_FORMATS, torch.float8_e5m2, others)

@@ -189,17 +189,17 @@ def group(folder: str, limit: str, used: int, kept: int, *, version: int = 2) ->
         ),
     ],
 )
-def test_what_can_be_had_is_what_the_kernel_says_within_every_limit(files, expected, tmp_path):
+def test_available_memory_is_within_every_cgroup_limit(files, expected, tmp_path):
     found = host_memory(machine(tmp_path, files))
     assert [round(number / MIB, 3) for number in found] == list(expected)
 
 
-def test_a_system_that_does_not_tell_has_something(tmp_path: Path) -> None:
+def test_memory_is_estimated_on_an_unknown_system(tmp_path: Path) -> None:
     found = host_memory(tmp_path)
     assert 0 < found.available <= min(found.total, 4 * 2**30)
 
 
-def test_pages_of_a_cpu_are_made_of_what_can_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pages_of_a_cpu_fit_the_available_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = EngineConfig(BucketConfig(max_batch_size=1024, max_sequence_length=512, memory_fraction=0.5))
     model, device = describe_model("demo"), torch.device("cpu")
     monkeypatch.setattr("graphdecode.memory.available.host_memory", lambda: Memory(64 * MIB, 40 * MIB))

@@ -113,9 +113,7 @@ def expected() -> Iterator[Callable[[int], list[CompletionOutput]]]:
 
 @pytest.mark.parametrize("steps_per_launch", LENGTHS)
 @pytest.mark.parametrize("lookahead", [0, 1])
-def test_any_number_of_steps_a_launch_gives_the_answers_of_single_launches(
-    make_llm: MakeLLM, expected, steps_per_launch: int, lookahead: int
-) -> None:
+def test_steps_per_launch_change_no_output(make_llm: MakeLLM, expected, steps_per_launch: int, lookahead: int) -> None:
     llm = looping(make_llm(steps_per_launch=steps_per_launch), lookahead)
     for seed in range(16):
         assert_same(answers(llm, seed), expected(seed), f"{seed=}")
@@ -124,7 +122,7 @@ def test_any_number_of_steps_a_launch_gives_the_answers_of_single_launches(
 
 @pytest.mark.parametrize("steps_per_launch", LENGTHS)
 @pytest.mark.parametrize("lookahead", [0, 1])
-def test_pages_that_run_out_in_the_middle_change_no_answer(make_llm, expected, steps_per_launch, lookahead):
+def test_preemption_changes_no_output(make_llm, expected, steps_per_launch, lookahead):
     preemptions = 0
     for prefix_cache in (True, False):
         tight = make_llm(steps_per_launch=steps_per_launch, page_size=4, total_num_pages=24, prefix_cache=prefix_cache)
@@ -161,7 +159,7 @@ def test_a_row_that_ends_on_a_stop_id_ends_the_loop(make_llm: MakeLLM, launched)
     assert seen == [(64, len(output.token_ids))]
 
 
-def test_later_launches_find_their_tokens_behind_those_that_ended_early(make_llm: MakeLLM) -> None:
+def test_ring_entries_of_launches_that_ended_early_are_skipped(make_llm: MakeLLM) -> None:
     llm = make_llm(steps_per_launch=8)
     buffers = llm.engine.runner.buffers
     steps = []
@@ -177,7 +175,7 @@ def test_later_launches_find_their_tokens_behind_those_that_ended_early(make_llm
         assert [token >= 0 for token in last] == [True] * 7 + [False], "older launches left their tokens there"
 
 
-def test_where_pages_for_fewer_steps_are_left_fewer_are_run_and_nobody_gives_way(make_llm: MakeLLM, launched) -> None:
+def test_launches_are_shortened_before_a_request_is_preempted(make_llm: MakeLLM, launched) -> None:
     llm = make_llm(steps_per_launch=64, page_size=4, total_num_pages=10, max_batch_size=2, prefix_cache=False)
     seen = launched(llm)
     params = [SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True) for n in (30, 9)]
@@ -207,7 +205,7 @@ def test_a_launch_runs_as_many_steps_as_the_scheduler_has_pages_for(make_llm: Ma
 
 
 @pytest.mark.parametrize("steps_per_launch", [2, 8, 64])
-def test_a_row_past_its_pages_writes_to_nobody_elses(make_llm: MakeLLM, steps_per_launch: int) -> None:
+def test_a_row_past_its_pages_writes_to_no_other_pages(make_llm: MakeLLM, steps_per_launch: int) -> None:
     llm = make_llm(steps_per_launch=steps_per_launch, page_size=4, total_num_pages=64, prefix_cache=False)
     runner = llm.engine.runner
     streams = [llm.stream([97 + i] * (3 + 2 * i), GREEDY) for i in range(4)]
@@ -237,7 +235,7 @@ def test_a_row_past_its_pages_writes_to_nobody_elses(make_llm: MakeLLM, steps_pe
 
 @pytest.mark.parametrize("steps_per_launch", [2, 3, 8, 64])
 @pytest.mark.parametrize("lookahead", [0, 1])
-def test_requests_that_come_and_go_between_launches_change_no_other_answer(
+def test_requests_that_join_and_leave_change_no_other_output(
     make_llm: MakeLLM, expected, steps_per_launch: int, lookahead: int
 ) -> None:
     llm = looping(make_llm(steps_per_launch=steps_per_launch), lookahead)
@@ -266,7 +264,7 @@ def test_requests_that_come_and_go_between_launches_change_no_other_answer(
         assert_nothing_held(llm)
 
 
-def test_a_stop_string_cuts_what_the_loop_ran_on_for(make_llm: MakeLLM) -> None:
+def test_a_stop_string_cuts_the_tokens_of_later_steps(make_llm: MakeLLM) -> None:
     llm = make_llm(steps_per_launch=64)
     full = make_llm().generate("rev abcdefgh=", SamplingParams(temperature=0.0, max_tokens=16))[0].outputs[0].text
     params = SamplingParams(temperature=0.0, max_tokens=16, stop=full[3:5])

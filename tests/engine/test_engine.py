@@ -51,7 +51,7 @@ def assert_idle(engine: Engine) -> None:
     assert engine.num_waiting == 0
 
 
-def test_every_token_comes_once_in_order_and_the_last_event_says_why(engine: Engine) -> None:
+def test_events_have_each_token_once_and_a_finish_reason(engine: Engine) -> None:
     first = engine.add(Request([97, 98], GREEDY))
     second = engine.add(Request([99] * 5, SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)))
     events = []
@@ -78,7 +78,7 @@ def test_every_token_comes_once_in_order_and_the_last_event_says_why(engine: Eng
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_can_never_be_served_is_refused_before_anything_changed(engine, request_, words):
+def test_invalid_requests_are_refused_before_anything_changed(engine, request_, words):
     running = engine.add(Request([97, 98], GREEDY))
     alone = run(engine)[running]
     running = engine.add(Request([97, 98], GREEDY))
@@ -89,7 +89,7 @@ def test_what_can_never_be_served_is_refused_before_anything_changed(engine, req
     assert_idle(engine)
 
 
-def test_an_aborted_request_is_never_named_again_and_its_neighbours_go_on(engine: Engine) -> None:
+def test_an_aborted_request_has_no_more_events(engine: Engine) -> None:
     alone = run_one(engine, [97, 98])
     kept, gone = engine.add(Request([97, 98], GREEDY)), engine.add(Request([99], GREEDY))
     before = [event for _ in range(3) for event in engine.step()]
@@ -110,7 +110,7 @@ def test_an_aborted_request_is_never_named_again_and_its_neighbours_go_on(engine
 
 @pytest.mark.parametrize("steps_per_launch", [1, 8])
 @pytest.mark.parametrize("lookahead", [0, 1])
-def test_no_launch_goes_beyond_the_last_token_and_only_steps_that_gave_one_are_counted(
+def test_only_steps_with_a_token_are_counted(
     monkeypatch: pytest.MonkeyPatch, lookahead: int, steps_per_launch: int
 ) -> None:
     config = BucketConfig(max_batch_size=4, max_sequence_length=64, steps_per_launch=steps_per_launch)
@@ -149,7 +149,7 @@ def run_one(engine: Engine, prompt: list[int], params: SamplingParams = GREEDY) 
     return run(engine)[request_id]
 
 
-def test_what_a_stop_text_cuts_off_is_not_counted() -> None:
+def test_tokens_after_a_stop_text_are_not_counted() -> None:
     config = BucketConfig(max_batch_size=2, max_sequence_length=128, steps_per_launch=64)
     with LLM("demo", config=config) as llm:
         full = llm.generate("rev abcdefgh=", SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True))[0].outputs[
@@ -164,7 +164,7 @@ def test_what_a_stop_text_cuts_off_is_not_counted() -> None:
         assert llm.cache.pool.used == 0
 
 
-def test_a_step_that_fails_gives_everything_up_and_the_engine_serves_on(engine, monkeypatch):
+def test_a_failing_step_fails_its_requests_and_the_engine_goes_on(engine, monkeypatch):
     ids = [engine.add(Request([97 + n] * 20, GREEDY)) for n in range(6)]
     expected = {}
     for event in engine.step():
@@ -207,7 +207,7 @@ def test_seeds_of_requests_without_one_come_from_the_engines() -> None:
     assert first[0] != first[1]
 
 
-def test_a_closed_engine_takes_nothing() -> None:
+def test_a_closed_engine_refuses_requests_and_steps() -> None:
     made = Engine(make_runner(load_model("demo", device="cpu"), BucketConfig(max_batch_size=1, max_sequence_length=64)))
     made.close()
     made.close()
@@ -219,7 +219,7 @@ def test_a_closed_engine_takes_nothing() -> None:
 
 
 @pytest.mark.parametrize("lookahead", [0, 1])
-def test_what_fails_while_a_request_is_taken_out_is_told_to_all(engine, monkeypatch, lookahead):
+def test_an_error_while_a_request_is_removed_fails_all(engine, monkeypatch, lookahead):
     monkeypatch.setattr(engine.loop, "lookahead", lookahead)
     kept, gone = engine.add(Request([97, 98], GREEDY)), engine.add(Request([99], GREEDY))
     for _ in range(3):
@@ -255,13 +255,13 @@ def finishing_order(llm: LLM, priorities: list[int]) -> list[int]:
     return [ids.index(request_id) for request_id in ended]
 
 
-def test_the_lowest_is_admitted_first_and_equals_as_they_came(make_llm: MakeLLM) -> None:
+def test_requests_are_admitted_by_priority_then_arrival(make_llm: MakeLLM) -> None:
     llm = make_llm(max_batch_size=1)
     assert finishing_order(llm, [0, 0, 0]) == [0, 1, 2]
     assert finishing_order(llm, [3, 0, -1, 0, -(2**63), 2**63 - 1]) == [4, 2, 1, 3, 0, 5]
 
 
-def test_when_pages_run_out_the_highest_gives_way_though_it_came_first(make_llm: MakeLLM) -> None:
+def test_the_lowest_priority_is_preempted_first(make_llm: MakeLLM) -> None:
     llm = make_llm(max_batch_size=3, page_size=4, total_num_pages=12, prefix_cache=False)
     params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
     outputs = llm.generate([[97], [98], [99]], params, use_tqdm=False, priority=[5, 0, 0])
@@ -273,7 +273,7 @@ def test_when_pages_run_out_the_highest_gives_way_though_it_came_first(make_llm:
     assert outputs[0].metrics.num_preemptions == 0
 
 
-def test_law_9_priorities_change_no_answer(make_llm: MakeLLM) -> None:
+def test_law_9_priorities_change_no_output(make_llm: MakeLLM) -> None:
     rng = random.Random(7)
     prompts = [[rng.randrange(97, 123) for _ in range(rng.randint(1, 30))] for _ in range(12)]
     params = [SamplingParams(temperature=0.8, seed=i, max_tokens=20, ignore_eos=True) for i in range(12)]
@@ -299,14 +299,14 @@ def test_a_stream_with_a_low_priority_overtakes(make_llm: MakeLLM) -> None:
 
 
 @pytest.mark.parametrize("priority", [[1, 2], [1.5], ["a"], [True], [2**63]], ids=str)
-def test_what_is_no_priority_is_refused(make_llm: MakeLLM, priority: list) -> None:
+def test_invalid_priorities_are_refused(make_llm: MakeLLM, priority: list) -> None:
     llm = make_llm(max_batch_size=1, backend="eager")
     with pytest.raises(ArgumentError, match=r"1 prompts and 2 priority|priority must be a 64-bit integer"):
         llm.generate("a", priority=priority)
     assert not llm.engine.has_work
 
 
-def test_chunks_follow_the_target_whatever_a_token_costs() -> None:
+def test_chunk_sizes_follow_the_target_latency() -> None:
     draw = random.Random(3)
     for _ in range(50):
         step, token, target = draw.uniform(0.1, 5), draw.uniform(0.001, 0.5), draw.uniform(1, 50)
@@ -321,7 +321,7 @@ def test_chunks_follow_the_target_whatever_a_token_costs() -> None:
         assert budget.tokens(others_wait=False) == 2048
 
 
-def test_without_a_target_chunks_are_as_large_as_they_may_be() -> None:
+def test_without_a_target_chunks_have_the_largest_size() -> None:
     budget = ChunkBudget(512, 0.0)
     budget.record(0, 1.0)
     budget.record(512, 9.0)
@@ -438,7 +438,7 @@ def test_a_row_is_finished_on_the_device_by_the_last_token_that_it_may_have(llm,
     assert buffers.pre_step_seqlens[0] == prompt_length + tokens - 2
 
 
-def test_what_was_found_in_the_prefix_cache_is_told(llm: LLM) -> None:
+def test_num_cached_tokens_counts_full_pages(llm: LLM) -> None:
     """Sixteen tokens are a page, and at least one token is left to compute."""
     params = SamplingParams(temperature=0.0, max_tokens=1)
     first, again, shorter = (
@@ -456,7 +456,7 @@ def test_the_time_of_a_step_is_its_share_of_its_launch(llm: LLM) -> None:
     assert 0 < sum(llm.stats.step_seconds) * llm.config.steps_per_launch <= time.perf_counter() - began
 
 
-def test_closing_gives_up_what_runs_and_every_page() -> None:
+def test_closing_drops_requests_and_frees_all_pages() -> None:
     with LLM("demo", max_batch_size=1, max_sequence_length=64, backend="eager") as llm:
         for prompt in ([97], [98]):
             llm.engine.add(Request(prompt, SamplingParams(max_tokens=9)))
@@ -519,13 +519,13 @@ def admitted(scheduler: Scheduler, *lengths: int) -> list[bool]:
     [((2, 2, 1), [True, False, True], 1), ((1, 1, 1), [True, True, False], 2), ((4,), [True], 0)],
     ids=["one runs", "two run", "alone"],
 )
-def test_who_enters_leaves_a_page_for_each_that_runs(scheduler, pages, enters, free) -> None:
+def test_admission_leaves_a_page_for_each_running_sequence(scheduler, pages, enters, free) -> None:
     assert admitted(scheduler, *(PAGE * count for count in pages)) == enters
     assert scheduler.cache.available_pages == free
 
 
 @pytest.mark.parametrize("length", [2 * PAGE, 3 * PAGE], ids=["no spare page", "no page"])
-def test_who_is_refused_leaves_the_cache_as_it_was(scheduler: Scheduler, length: int) -> None:
+def test_a_refused_sequence_leaves_the_cache_unchanged(scheduler: Scheduler, length: int) -> None:
     admitted(scheduler, 2 * PAGE)
     before = scheduler.cache.available_pages, dict(scheduler.cache.ledger.pages)
     refused = waiting(9, length)

@@ -54,7 +54,7 @@ def greedy(next_logits: NextLogits, prompt: list[int], allowed: list[int] | None
     return generated
 
 
-def test_what_is_forbidden_is_what_brute_force_forbids(llm: LLM, next_logits: NextLogits) -> None:
+def test_bad_words_and_allowed_tokens_match_brute_force(llm: LLM, next_logits: NextLogits) -> None:
     rng = random.Random(3)
     prompts = [list(text.encode()) for text in ("rev oceanic=", "sort zebra=", "417+385=", "rev banana=", "abab", "x")]
     plain = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
@@ -77,14 +77,14 @@ def test_what_is_forbidden_is_what_brute_force_forbids(llm: LLM, next_logits: Ne
     assert sum(answer != other for answer, other in zip(free, expected, strict=True)) > 3
 
 
-def test_the_prompt_is_no_part_of_a_bad_word(llm: LLM) -> None:
+def test_bad_words_do_not_match_the_prompt(llm: LLM) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=8)
     plain = llm.generate("rev oceanic=", params, use_tqdm=False)[0].outputs[0].text
     behind_prompt = SamplingParams(temperature=0.0, max_tokens=8, bad_words=["=c"])
     assert llm.generate("rev oceanic=", behind_prompt, use_tqdm=False)[0].outputs[0].text == plain == "cinaeco"
 
 
-def test_words_are_forbidden_at_the_beginning_and_behind_a_space(llm: LLM) -> None:
+def test_bad_words_match_at_the_start_and_after_a_space(llm: LLM) -> None:
     def answered(prompt: str, *words: str) -> str:
         params = SamplingParams(temperature=0.0, max_tokens=8, bad_words=words)
         return llm.generate(prompt, params, use_tqdm=False)[0].outputs[0].text
@@ -94,7 +94,7 @@ def test_words_are_forbidden_at_the_beginning_and_behind_a_space(llm: LLM) -> No
     assert answered("rev oceanic=", "zz") == "cinaeco"
 
 
-def test_a_set_of_tokens_is_as_good_as_a_list(llm: LLM) -> None:
+def test_allowed_token_ids_may_be_any_collection(llm: LLM) -> None:
     kinds: list[Any] = [{100, 101}, frozenset({101, 100}), [101, 100], range(100, 102)]
     params = [SamplingParams(temperature=0.0, allowed_token_ids=allowed) for allowed in kinds]
     first, *others = (output.outputs[0].token_ids for output in llm.generate([[97, 98]] * 4, params, use_tqdm=False))
@@ -102,7 +102,7 @@ def test_a_set_of_tokens_is_as_good_as_a_list(llm: LLM) -> None:
     assert others == [first] * 3
 
 
-def test_a_row_that_has_nothing_left_ends_with_the_reason_and_its_neighbour_goes_on(llm: LLM) -> None:
+def test_a_row_without_an_allowed_token_fails_alone(llm: LLM) -> None:
     limited = SamplingParams(temperature=0.0, max_tokens=6, allowed_token_ids=[97], ignore_eos=True)
     ids = [
         llm.engine.add(Request([97, 98], limited, bad_words_token_ids=[[97, 97]])),
@@ -139,13 +139,13 @@ def test_a_row_that_has_nothing_left_ends_with_the_reason_and_its_neighbour_goes
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_is_beyond_the_capacity_is_refused_with_the_key_that_raises_it(llm, request_, words):
+def test_parameters_beyond_the_capacity_name_its_key(llm, request_, words):
     with pytest.raises(RequestError, match=words):
         llm.engine.add(request_)
     assert not llm.engine.has_work
 
 
-def test_a_capacity_that_was_raised_is_there(next_logits: NextLogits) -> None:
+def test_a_raised_capacity_takes_effect(next_logits: NextLogits) -> None:
     sizes = {"max_logprobs": 1000, "max_stop_token_ids": 300, "max_logit_biases": 259, "max_bad_words": 3}
     with LLM("demo", dtype="float32", max_batch_size=2, max_sequence_length=64, **sizes) as llm:
         prompt = llm.tokenizer("12+30=").input_ids
@@ -202,7 +202,7 @@ def requests(seed: int) -> list[tuple[list[int], SamplingParams]]:
 
 
 @compiled_or_gpu
-def test_law_9_what_a_request_asks_for_gives_the_same_bits_alone_and_in_any_company() -> None:
+def test_law_9_sampling_parameters_give_the_same_bits_in_any_batch() -> None:
     def answers(llm: LLM, given: list[tuple[list[int], SamplingParams]], priority: list[int] | None = None) -> list:
         prompts, params = [prompt for prompt, _ in given], [params for _, params in given]
         outputs = llm.generate(prompts, params, use_tqdm=False, priority=priority)
@@ -229,7 +229,7 @@ def test_law_9_what_a_request_asks_for_gives_the_same_bits_alone_and_in_any_comp
             assert llm.cache.pool.used == 0
 
 
-def test_a_membership_without_masks_moves_no_mask(make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_batch_without_masks_uploads_no_masks(make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows that are not constrained pay nothing: what is read of constrained rows alone is uploaded for them alone."""
     llm = make_llm()
     seen: list[str] = []

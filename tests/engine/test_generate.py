@@ -38,21 +38,21 @@ def assert_nothing_held(llm: LLM) -> None:
     assert not llm.cache.ledger.pages
 
 
-def test_the_demo_model_answers(llm: LLM) -> None:
+def test_the_demo_model_generates(llm: LLM) -> None:
     outputs = llm.generate(["417+385=", "rev oceanic="], GREEDY)
     assert [output.outputs[0].text.strip() for output in outputs] == ["802", "cinaeco"]
     assert {output.outputs[0].finish_reason for output in outputs} == {"stop"}
     assert [output.prompt for output in outputs] == ["417+385=", "rev oceanic="]
 
 
-def test_one_text_is_one_prompt_and_so_are_token_ids(llm: LLM) -> None:
+def test_a_text_or_a_list_of_token_ids_is_one_prompt(llm: LLM) -> None:
     ids = llm.tokenizer("12+30=").input_ids
     assert llm.generate("12+30=", GREEDY)[0].outputs[0].text == "42"
     assert llm.generate(ids, GREEDY)[0].outputs[0].text == "42"
     assert llm.generate([ids], GREEDY)[0].prompt is None
 
 
-def test_a_prompt_is_held_against_the_rules_once_for_all_its_answers(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prompt_is_checked_once_for_all_its_outputs(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     checked: list[int] = []
     check = RequestRules.check_prompt
     told = lambda rules, tokens, most: (checked.append(len(tokens)), check(rules, tokens, most))[1]  # noqa: E731
@@ -61,11 +61,11 @@ def test_a_prompt_is_held_against_the_rules_once_for_all_its_answers(llm: LLM, m
     assert checked == [3]
 
 
-def test_no_prompts_give_no_answers(llm: LLM) -> None:
+def test_no_prompts_give_no_outputs(llm: LLM) -> None:
     assert llm.generate([], GREEDY) == []
 
 
-def test_the_company_changes_nothing(make_llm: MakeLLM) -> None:
+def test_batching_changes_no_output(make_llm: MakeLLM) -> None:
     prompts = random_prompts(12, 40, seed=1)
     params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
     alone, together = make_llm(max_batch_size=1), make_llm(max_batch_size=8)
@@ -73,7 +73,7 @@ def test_the_company_changes_nothing(make_llm: MakeLLM) -> None:
     assert_nothing_held(together)
 
 
-def test_sampled_answers_depend_on_the_seed_alone(make_llm: MakeLLM) -> None:
+def test_sampled_outputs_depend_on_the_seed_alone(make_llm: MakeLLM) -> None:
     prompts = random_prompts(9, 20, seed=3)
     params = [SamplingParams(temperature=0.8, top_p=0.95, seed=i, max_tokens=12) for i in range(9)]
     wide, narrow = make_llm(max_batch_size=8), make_llm(max_batch_size=2, page_size=4, total_num_pages=14)
@@ -84,14 +84,14 @@ def test_sampled_answers_depend_on_the_seed_alone(make_llm: MakeLLM) -> None:
     assert tokens(wide.generate(prompts, others)) != first
 
 
-def test_capture_at_first_use_changes_no_answer(make_llm: MakeLLM, llm: LLM) -> None:
+def test_capture_at_first_use_changes_no_output(make_llm: MakeLLM, llm: LLM) -> None:
     lazy = make_llm(capture_when="first-use")
     prompts = task_prompts(9, seed=4)
     assert tokens(lazy.generate(prompts, GREEDY)) == tokens(llm.generate(prompts, GREEDY))
     assert {bucket.state for bucket in lazy.graphs.report().buckets if bucket.replays} == {"captured"}
 
 
-def test_at_leisure_what_prompts_wait_for_is_captured_and_changes_no_answer(make_llm: MakeLLM, llm: LLM) -> None:
+def test_idle_captures_of_prompts_change_no_output(make_llm: MakeLLM, llm: LLM) -> None:
     lazy, prompt = make_llm(capture_when="idle"), task_prompts(1, seed=4)
     expected = tokens(llm.generate(prompt, GREEDY))
     assert tokens(lazy.generate(prompt, GREEDY)) == expected
@@ -126,7 +126,7 @@ def test_leaving_a_stream_early_frees_its_row(llm: LLM) -> None:
     assert_nothing_held(llm)
 
 
-def test_max_tokens_and_the_capacity_end_an_answer(make_llm: MakeLLM) -> None:
+def test_max_tokens_and_the_capacity_end_an_output(make_llm: MakeLLM) -> None:
     llm = make_llm(max_sequence_length=32)
     params = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)
     output = llm.generate([[97] * 10], params)[0].outputs[0]
@@ -136,7 +136,7 @@ def test_max_tokens_and_the_capacity_end_an_answer(make_llm: MakeLLM) -> None:
     assert (len(output.token_ids), output.finish_reason) == (22, "length")
 
 
-def test_an_answer_may_fill_the_whole_pool(make_llm: MakeLLM) -> None:
+def test_an_output_may_fill_the_whole_pool(make_llm: MakeLLM) -> None:
     llm = make_llm(page_size=4, total_num_pages=5)
     params = SamplingParams(temperature=0.0, max_tokens=500, ignore_eos=True)
     outputs = llm.generate([[97] * 7, [98] * 3], params)
@@ -144,7 +144,7 @@ def test_an_answer_may_fill_the_whole_pool(make_llm: MakeLLM) -> None:
     assert_nothing_held(llm)
 
 
-def test_a_prompt_that_never_fits_is_refused_while_the_others_go_on(llm: LLM) -> None:
+def test_a_prompt_that_is_too_long_is_refused_alone(llm: LLM) -> None:
     with pytest.warns(RuntimeWarning, match="1 of 2 prompts"):
         outputs = llm.generate([[97] * 128, llm.tokenizer("12+30=").input_ids], GREEDY)
     assert [o.outputs[0].finish_reason for o in outputs] == ["refused", "stop"]
@@ -160,13 +160,13 @@ def test_the_numbers_of_prompts_and_params_must_agree(llm: LLM) -> None:
         llm.generate(["a", "b"], [GREEDY])
 
 
-def test_a_stop_string_cuts_the_text_and_is_named(llm: LLM) -> None:
+def test_a_stop_string_cuts_the_text_and_is_the_stop_reason(llm: LLM) -> None:
     full = llm.generate("rev abcdefgh=", GREEDY)[0].outputs[0].text
     output = llm.generate("rev abcdefgh=", SamplingParams(temperature=0.0, max_tokens=16, stop=full[3:5]))[0].outputs[0]
     assert (output.text, output.finish_reason, output.stop_reason) == (full[:3], "stop", full[3:5])
 
 
-def test_text_held_back_for_a_stop_string_is_shown_when_the_answer_ends_without_it(llm: LLM) -> None:
+def test_text_buffered_for_a_stop_string_is_emitted_at_the_end(llm: LLM) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=16, stop=["2x"])
     assert llm.generate("12+30=", params)[0].outputs[0].text == "42"
     assert "".join(llm.stream("12+30=", params)) == "42"
@@ -202,7 +202,7 @@ def test_a_temperature_next_to_zero_is_greedy(llm: LLM, temperature: float) -> N
     assert llm.generate("12+30=", params)[0].outputs[0].text == "42"
 
 
-def test_a_stop_token_ends_the_answer_and_stays_out_of_the_text(llm: LLM) -> None:
+def test_a_stop_token_ends_the_output_and_is_not_in_the_text(llm: LLM) -> None:
     full = llm.generate("rev abcdefgh=", GREEDY)[0].outputs[0]
     stop = full.token_ids[2]
     params = SamplingParams(temperature=0.0, max_tokens=16, stop_token_ids=[stop])
@@ -210,7 +210,7 @@ def test_a_stop_token_ends_the_answer_and_stays_out_of_the_text(llm: LLM) -> Non
     assert (output.text, output.token_ids, output.stop_reason) == (full.text[:2], full.token_ids[:3], stop)
 
 
-def test_min_tokens_puts_off_the_end(llm: LLM) -> None:
+def test_min_tokens_delay_the_end(llm: LLM) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=20, min_tokens=9)
     output = llm.generate("12+30=", params)[0].outputs[0]
     assert len(output.token_ids) > 9
@@ -218,7 +218,7 @@ def test_min_tokens_puts_off_the_end(llm: LLM) -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_min_tokens_hold_the_end_back_where_it_is_ignored_too_as_vllm_does(llm: LLM, temperature: float) -> None:
+def test_min_tokens_mask_ignored_eos_tokens_as_vllm_does(llm: LLM, temperature: float) -> None:
     (eos,) = llm.engine.rules.eos_token_ids
     bias = {eos: 1e4}  # nothing else is ever sampled where it may be
     params = SamplingParams(

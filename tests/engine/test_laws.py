@@ -112,7 +112,7 @@ def test_law_4_hostile_padding_changes_no_bit_of_a_live_row_in_any_bucket(sixtee
 
 
 @pytest.mark.parametrize("count", [1, 3, 5, 9, 15])
-def test_law_4_rows_that_left_their_values_behind_change_no_bit_of_a_live_row(sixteen: LLM, count: int) -> None:
+def test_law_4_stale_values_of_past_rows_change_no_bit_of_a_live_row(sixteen: LLM, count: int) -> None:
     """Padding that looks like a live row, pages and all, but feeds another token: what it wrote would be read."""
     rows = Rows(sixteen, count)
     buffers = rows.runner.buffers

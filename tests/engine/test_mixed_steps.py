@@ -105,7 +105,7 @@ def arriving(count: int, seed: int, most: int = 100, most_new: int = 20) -> list
     ],
     ids=str,
 )
-def test_answers_are_those_of_prompts_that_go_by_themselves(model: Model, keywords: dict[str, object]) -> None:
+def test_mixed_steps_change_no_output(model: Model, keywords: dict[str, object]) -> None:
     arrivals = arriving(20, seed=3)
     expected = served(engine_of(model, mixes=False, **keywords), arrivals)
     engine = engine_of(model, **keywords)
@@ -115,7 +115,7 @@ def test_answers_are_those_of_prompts_that_go_by_themselves(model: Model, keywor
 
 
 @pytest.mark.parametrize(("steps", "pages"), [(1, 33), (4, 25)])
-def test_pages_that_run_out_while_prompts_go_along_change_no_answer(model: Model, steps: int, pages: int) -> None:
+def test_preemption_in_mixed_steps_changes_no_output(model: Model, steps: int, pages: int) -> None:
     config = replace(CONFIG, total_num_pages=pages, steps_per_launch=steps)
     arrivals = arriving(20, seed=5, most=40, most_new=90)
     expected = served(engine_of(model, mixes=False), arrivals)
@@ -126,7 +126,7 @@ def test_pages_that_run_out_while_prompts_go_along_change_no_answer(model: Model
     assert engine.stats.mixed_steps > 10
 
 
-def test_who_gives_way_in_the_round_of_its_chunk_writes_into_nobodys_pages(model, monkeypatch):
+def test_a_preempted_chunk_writes_to_no_other_pages(model, monkeypatch):
     """Its chunk is computed before its pages are taken."""
     arrivals = [Arrival(0, request(9, 60)), Arrival(0, request(13, 60, 1)), Arrival(2, request(60, 5, 2))]
     config = replace(CONFIG, total_num_pages=17)
@@ -163,7 +163,7 @@ def test_the_first_token_of_a_lone_prompt_comes_from_the_pass_over_it(model: Mod
     assert sum(bucket.replays for bucket in runner.graphs.report().buckets) == 1
 
 
-def test_a_round_with_prompts_is_one_pass(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_with_prompts_is_one_pass(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also operator by operator, with more tokens than any graph takes; fewer beside too many rows go by themselves."""
     passes: list[str] = []
 
@@ -197,7 +197,7 @@ def test_a_round_with_prompts_is_one_pass(model: Model, monkeypatch: pytest.Monk
     assert engine.stats.mixed_steps == before
 
 
-def test_a_prompt_in_chunks_goes_along_with_rows_that_end_meanwhile(model: Model) -> None:
+def test_a_chunked_prompt_mixes_with_rows_that_end_meanwhile(model: Model) -> None:
     arrivals = [Arrival(0, request(4, 3)), Arrival(0, request(9, 30, 1)), Arrival(1, request(90, 4, 2))]
     keywords = {"max_prefill_tokens": 12}
     expected = served(engine_of(model, mixes=False, **keywords), arrivals)
@@ -208,7 +208,7 @@ def test_a_prompt_in_chunks_goes_along_with_rows_that_end_meanwhile(model: Model
 
 
 @pytest.mark.parametrize("number", [0, 1, 2])
-def test_who_gives_up_between_two_chunks_changes_nobody_elses_answer(model: Model, number: int) -> None:
+def test_an_abort_between_chunks_changes_no_other_output(model: Model, number: int) -> None:
     """A row that decodes, or the prompt itself, whose pages are somebody else's then."""
     requests = [request(5, 40), request(30, 40, 1), request(100, 40, 2), request(60, 9, 3)]
     expected = [served(engine_of(model, mixes=False), [Arrival(0, each)])[0] for each in requests]
@@ -256,7 +256,7 @@ def test_hostile_padding_changes_no_bit_of_a_row_or_a_page(model: Model) -> None
         assert torch.equal(clean, hostile)
 
 
-def test_a_prompt_that_is_scored_goes_by_itself(model: Model) -> None:
+def test_a_scored_prompt_is_prefilled_separately(model: Model) -> None:
     arrivals = [Arrival(0, request(5, 20)), Arrival(2, request(40, 3, 1, prompt_logprobs=1))]
     engine = engine_of(model)
     served(engine, arrivals)
@@ -274,7 +274,7 @@ def test_some_engines_have_no_mixed_steps(model: Model, keywords: dict[str, obje
     assert "mixed" not in engine.runner.reports()
 
 
-def test_mixed_steps_are_captured_at_their_first_use_where_that_is_asked_for(model: Model) -> None:
+def test_mixed_steps_are_captured_at_their_first_use(model: Model) -> None:
     arrivals = arriving(20, seed=3)
     expected = served(engine_of(model, mixes=False), arrivals)
     engine = engine_of(model, config=replace(CONFIG, capture_when="first-use"))
@@ -285,7 +285,7 @@ def test_mixed_steps_are_captured_at_their_first_use_where_that_is_asked_for(mod
     assert {bucket.state for bucket in mixed if bucket.replays} == {"captured"}
 
 
-def test_a_cpu_takes_no_prompts_along_where_its_caches_hold_the_weights(model, monkeypatch):
+def test_a_cpu_has_no_mixed_steps_if_its_caches_hold_the_weights(model, monkeypatch):
     monkeypatch.setattr(step_module, "CACHED_BYTES", model.weight_bytes)
     assert "mixed" not in engine_of(model).runner.reports()
     monkeypatch.setattr(step_module, "CACHED_BYTES", model.weight_bytes - 1)
@@ -293,9 +293,7 @@ def test_a_cpu_takes_no_prompts_along_where_its_caches_hold_the_weights(model, m
 
 
 @pytest.mark.parametrize("capture_when", ["startup", "idle", "first-use"])
-def test_a_model_whose_blocks_look_at_rows_themselves_has_its_prompts_computed_by_themselves(
-    model, capture_when, monkeypatch
-):
+def test_prompts_of_a_model_that_cannot_mix_are_prefilled_separately(model, capture_when, monkeypatch):
     assert isinstance(model, Decoder)
     arrivals = arriving(6, seed=8)
     expected = served(engine_of(model, mixes=False), arrivals)
@@ -312,7 +310,7 @@ def test_a_model_whose_blocks_look_at_rows_themselves_has_its_prompts_computed_b
     assert engine.stats.mixed_steps == 0
 
 
-def test_graphs_are_captured_again_without_a_trace_in_anybodys_pages(model: Model) -> None:
+def test_capturing_again_writes_no_pages(model: Model) -> None:
     """The last chunks' pages may be somebody else's by then."""
     engine = engine_of(model)
     runner = engine.runner
@@ -408,7 +406,7 @@ def test_law_3_every_step_within_capacity_fits_a_shape_or_is_beyond_all_prompts(
 
 @pytest.mark.parametrize("capture_when", ["startup", "idle", "first-use"])
 @pytest.mark.parametrize("backend", ["auto", "eager"])
-def test_every_step_is_counted_once_whichever_way_it_ran(capture_when: str, backend: str, device: str) -> None:
+def test_every_step_is_counted_once(capture_when: str, backend: str, device: str) -> None:
     slots = [Slot("x", ("batch",), torch.float32), Slot("steps", (1,), torch.int32)]
     rows, prompts = (StepBuffers(slots, max_batch_size=size, device=device) for size in (6, 40))
 

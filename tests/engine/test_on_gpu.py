@@ -54,7 +54,7 @@ def test_ten_thousand_replays_do_not_drift(make_llm: MakeLLM) -> None:
 
 
 @pytest.mark.parametrize("level", [1, 2])
-def test_an_engine_sleeps_and_its_graphs_go_on_in_other_memory(level: int) -> None:
+def test_graphs_replay_after_sleep_in_other_memory(level: int) -> None:
     config = BucketConfig(max_batch_size=8, max_sequence_length=128, total_num_pages=4096)
     with LLM("demo", config=config, device="cuda", dtype="float32", enable_sleep_mode=True) as llm:
         wanted, captured = llm.generate(prompts(20), GREEDY), dict(llm.graphs.graphs)

@@ -135,7 +135,7 @@ FAULTS: dict[str, tuple[Callable[[Engine, pytest.MonkeyPatch], None], dict[str, 
 
 @pytest.mark.parametrize("running", [0, 1, 3])
 @pytest.mark.parametrize("name", FAULTS)
-def test_what_one_request_raises_ends_it_alone(engine, alone, monkeypatch, name, running):
+def test_an_error_of_one_request_fails_it_alone(engine, alone, monkeypatch, name, running):
     """Some of the others already decode when it comes."""
     plant, changes = FAULTS[name]
     ids = [engine.add(Request(prompt, GREEDY)) for prompt in GOOD_PROMPTS[:running]]

@@ -52,7 +52,7 @@ def captured_for_prompts(runner: Runner) -> list[int]:
 
 
 @pytest.mark.parametrize("budget", [20, 64, 512])
-def test_answers_are_the_same_with_graphs_and_without(budget: int) -> None:
+def test_outputs_are_the_same_with_and_without_graphs(budget: int) -> None:
     without, runner = (runner_with(max_prefill_tokens=budget) for _ in range(2))
     expected = answers_of(without)
     runner.graphs.capture(progress=False, kinds=["prompts"])
@@ -64,7 +64,7 @@ def test_answers_are_the_same_with_graphs_and_without(budget: int) -> None:
     assert captured_for_prompts(runner) == []
 
 
-def test_a_prompt_that_is_scored_is_computed_without_a_graph() -> None:
+def test_a_scored_prompt_is_computed_without_a_graph() -> None:
     with LLM("demo", max_batch_size=2) as llm:
         params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=1)
         (output,) = llm.generate(["12+30="], params, use_tqdm=False)
@@ -183,7 +183,7 @@ def test_prompts_of_any_length_and_number_take_the_same_variants(runner: Runner,
 
 
 @interpreted
-def test_a_warm_up_takes_them_all_and_touches_no_page(runner: Runner, seen: Variants) -> None:
+def test_a_warm_up_runs_all_variants_and_writes_no_page(runner: Runner, seen: Variants) -> None:
     for layer in runner.cache.layers:
         for tensor in layer:
             tensor.fill_(3.0)

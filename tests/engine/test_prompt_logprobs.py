@@ -60,14 +60,14 @@ def assert_agree(found: list[dict[int, tuple[float, int]]], tokens: list[int], e
 
 
 @pytest.mark.parametrize("length", [2, 17, 140, 250])
-def test_they_are_transformers_log_softmax_at_each_place(llm, log_softmax, length):
+def test_prompt_logprobs_are_transformers_log_softmax(llm, log_softmax, length):
     tokens = random_prompt(length, seed=length)
     (output,) = llm.generate([tokens], SCORED, use_tqdm=False)
     assert_agree(floats(output), tokens, log_softmax(tokens))
     assert len(output.outputs[0].token_ids) == 4
 
 
-def test_the_likeliest_token_has_the_same_float_as_itself_in_the_list_of_the_likeliest(llm: LLM) -> None:
+def test_the_top_token_has_the_same_logprob_alone_and_in_the_list(llm: LLM) -> None:
     answer = llm.generate("sort zebra=", SamplingParams(temperature=0.0, max_tokens=5), use_tqdm=False)[0].outputs[0]
     tokens = llm.tokenizer("sort zebra=").input_ids + answer.token_ids
     with_top, alone = (
@@ -79,7 +79,7 @@ def test_the_likeliest_token_has_the_same_float_as_itself_in_the_list_of_the_lik
         assert with_top[place] == alone[place] == {token: (alone[place][token][0], 1)}
 
 
-def test_what_the_prefix_cache_holds_is_scored_all_the_same_and_shared_afterwards(llm: LLM) -> None:
+def test_a_cached_prefix_is_scored_and_then_shared(llm: LLM) -> None:
     tokens = random_prompt(100, seed=3)
     first, again = (llm.generate([tokens], SCORED, use_tqdm=False)[0] for _ in range(2))
     assert floats(first) == floats(again)
@@ -90,7 +90,7 @@ def test_what_the_prefix_cache_holds_is_scored_all_the_same_and_shared_afterward
     assert other.outputs[0].token_ids == first.outputs[0].token_ids
 
 
-def test_of_several_answers_to_a_prompt_one_has_it_scored_and_the_others_share_its_pages(llm: LLM) -> None:
+def test_one_of_several_outputs_scores_the_prompt_and_the_others_share_its_pages(llm: LLM) -> None:
     tokens = random_prompt(100, seed=4)
     before = llm.stats.prefilled_tokens
     params = SamplingParams(n=3, temperature=1.0, max_tokens=3, prompt_logprobs=2)
@@ -115,19 +115,19 @@ def test_without_tokens_to_generate_a_prompt_may_fill_the_capacity(llm: LLM) -> 
 
 
 @pytest.mark.parametrize("params", [{}, {"prompt_logprobs": 1, "n": 2}], ids=str)
-def test_no_tokens_are_for_scores_of_one_answer_alone(params: dict[str, int]) -> None:
+def test_max_tokens_0_needs_prompt_logprobs_and_one_output(params: dict[str, int]) -> None:
     with pytest.raises(ValueError, match="max_tokens must be None or an integer >= 1 .0 with prompt_logprobs and n=1"):
         SamplingParams(max_tokens=0, **params)
 
 
-def test_a_stream_has_them_before_its_first_piece_and_its_steps_are_shared(llm: LLM) -> None:
+def test_a_stream_has_prompt_logprobs_before_its_first_token(llm: LLM) -> None:
     with llm.stream("rev oceanic=", SCORED) as stream:
         assert stream.request.prompt_logprobs is None
         next(stream)
         assert len(stream.request.prompt_logprobs) == len("rev oceanic=")
 
 
-def test_every_output_of_an_async_answer_has_them() -> None:
+def test_every_async_output_has_prompt_logprobs() -> None:
     async def run() -> list[int]:
         async with AsyncLLM("demo", max_batch_size=2, max_sequence_length=64) as llm:
             return [len(output.prompt_logprobs) async for output in llm.generate("rev oceanic=", SCORED)]
@@ -153,7 +153,7 @@ def requests(seed: int) -> list[tuple[list[int], SamplingParams]]:
 
 
 @compiled_or_gpu
-def test_law_9_scores_have_the_same_bits_in_any_company_chunk_and_after_preemption() -> None:
+def test_law_9_prompt_logprobs_have_the_same_bits_in_any_batch_and_chunk() -> None:
     def answers(llm: LLM, given: list[tuple[list[int], SamplingParams]]) -> list[Any]:
         outputs = llm.generate([prompt for prompt, _ in given], [params for _, params in given], use_tqdm=False)
         return [(o.outputs[0].token_ids, None if o.prompt_logprobs is None else floats(o)) for o in outputs]
@@ -170,7 +170,7 @@ def test_law_9_scores_have_the_same_bits_in_any_company_chunk_and_after_preempti
             assert llm.cache.pool.used == 0
 
 
-def test_a_prompt_whose_scores_are_no_numbers_ends_with_the_reason_and_others_are_scored() -> None:
+def test_a_prompt_with_nan_logprobs_fails_alone() -> None:
     with LLM("demo", dtype="float32", max_batch_size=2, max_sequence_length=64) as llm:
         llm.model.stem.embedding[97] = torch.nan  # type: ignore[attr-defined]
         broken, whole = llm.generate([[98, 97, 99], [98, 100, 99]], SCORES_ALONE, use_tqdm=False)

@@ -114,7 +114,7 @@ def fuzz(decoder: Any) -> tuple[list[Request], list[Answer]]:
     ],
     ids=str,
 )
-def test_law_9_speculation_changes_no_bit_of_an_answer(decoder: Any, fuzz: Any, settings: dict[str, Any]) -> None:
+def test_law_9_speculation_changes_no_bit_of_an_output(decoder: Any, fuzz: Any, settings: dict[str, Any]) -> None:
     given, expected = fuzz
     engine = make(decoder, speculation="ngram", **settings)
     rng = random.Random(str(settings))
@@ -164,7 +164,7 @@ def stopping() -> tuple[list[str], list[SamplingParams], list[Any]]:
     "settings", [{"steps_per_launch": 1}, {"steps_per_launch": 3, "total_num_pages": 15}], ids=["one", "several"]
 )
 @pytest.mark.parametrize("num_tokens", [3, 7, "auto"])
-def test_law_9_texts_that_stop_an_answer_stop_it_at_the_same_character(stopping, num_tokens, settings):
+def test_law_9_stop_strings_cut_at_the_same_character(stopping, num_tokens, settings):
     prompts, params, expected = stopping
     drafting = {"method": "ngram", "num_tokens": num_tokens, "ngram_min": 1}
     with LLM("demo", max_batch_size=4, speculation=drafting, **TEXTS, **settings) as llm:
@@ -238,7 +238,7 @@ def known(decoder: Any) -> tuple[list[Request], dict[int, list[int]]]:
 @pytest.mark.parametrize("steps_per_launch", [1, 3])
 @pytest.mark.parametrize("most", [1, 4, 7])
 @pytest.mark.parametrize("chance", [1.0, 0.0, 0.7])
-def test_what_is_accepted_is_counted_exactly(decoder, known, chance, most, steps_per_launch):
+def test_accepted_drafts_are_counted_exactly(decoder, known, chance, most, steps_per_launch):
     given, texts = known
     rng = random.Random(f"{chance} {most}")
     table, right = planted(texts, lambda: rng.random() < chance)
@@ -262,7 +262,7 @@ def test_what_is_accepted_is_counted_exactly(decoder, known, chance, most, steps
 
 @compiled_or_gpu
 @pytest.mark.parametrize("chance", [0.0, 0.6])
-def test_no_stale_key_is_read_after_a_roll_back(decoder: Any, known: Any, chance: float) -> None:
+def test_no_stale_key_is_read_after_rejected_drafts(decoder: Any, known: Any, chance: float) -> None:
     """Between the steps, all that stands behind a row's length becomes NaN: who read it would have no choice."""
     given, texts = known
     rng = random.Random(chance)
@@ -328,7 +328,7 @@ def test_steps_with_drafts_are_captured_before_the_first_one_is_served(decoder: 
 
 
 @compiled_or_gpu
-def test_drafting_stops_where_it_does_not_pay_and_comes_back(decoder: Any, known: Any) -> None:
+def test_drafting_stops_when_it_does_not_pay_and_resumes(decoder: Any, known: Any) -> None:
     """Each verification is made to look dear, then cheap: the pace follows, and what is drafted meanwhile is free."""
     given, texts = known
     table, _ = planted(texts, lambda: True)
@@ -366,7 +366,7 @@ def test_a_truncated_copy_of_the_model_drafts_for_it(decoder: Any, fuzz: Any, se
 
 
 @compiled_or_gpu
-def test_a_model_whose_drafts_do_not_pay_is_left_out_of_the_step_and_catches_up(decoder: Any) -> None:
+def test_a_draft_model_that_does_not_pay_is_left_out_of_the_step_and_catches_up(decoder: Any) -> None:
     """The model drafts for itself: where its keys are all there, each draft is right."""
     step = partial(SpeculativeStep, source=partial(ModelDrafts, model=decoder, num_drafts=7))
     engine, plain = make(decoder, step), make(decoder)
@@ -394,7 +394,7 @@ def test_a_model_whose_drafts_do_not_pay_is_left_out_of_the_step_and_catches_up(
     plain.close()
 
 
-def test_drafts_that_are_not_cheap_are_tried_seldom_while_they_are_wrong_and_soon_once_they_are_right() -> None:
+def test_expensive_drafts_are_tried_rarely_until_they_are_accepted() -> None:
     pace = DraftPace((1, 2, 4, 8), is_cheap=False)
 
     def launch(is_right: bool) -> int:
@@ -412,7 +412,7 @@ def test_drafts_that_are_not_cheap_are_tried_seldom_while_they_are_wrong_and_soo
     assert widths[-20:] == [8] * 20
 
 
-def test_a_model_whose_right_drafts_cost_more_than_plain_steps_is_hardly_run() -> None:
+def test_a_draft_model_slower_than_plain_steps_is_hardly_run() -> None:
     pace, wide = DraftPace((1, 2, 4, 8), is_cheap=False), []
     for _ in range(2000):
         width = pace.choose(1, [(7, 0)], 8)

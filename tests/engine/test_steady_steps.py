@@ -100,7 +100,7 @@ def test_a_recorded_steady_loop_copies_nothing_allocates_nothing_and_reads_token
         stream.close()
 
 
-def test_when_pages_are_tight_a_steady_stretch_uploads_once_a_page(make_llm: MakeLLM, uploads: list[str]) -> None:
+def test_with_few_pages_the_page_table_is_uploaded_once_a_page(make_llm: MakeLLM, uploads: list[str]) -> None:
     llm = make_llm(max_batch_size=4, max_sequence_length=512, total_num_pages=128)
     for _ in range(ROUNDS):
         with steady(llm):

@@ -66,7 +66,7 @@ def poison(engine: Engine, request_id: int, tokens: int) -> None:
 
 
 @pytest.mark.parametrize("params", [GREEDY, DRAWN], ids=["greedy", "drawn"])
-def test_a_damaged_cache_ends_its_request_in_the_middle_and_is_found_by_no_other(engine, params):
+def test_a_damaged_cache_fails_its_request_alone(engine, params):
     expected = [alone(engine, prompt, params) for prompt in PROMPTS]
     outputs_before = engine.stats.finished_outputs
     ids = [engine.add(Request(prompt, params)) for prompt in PROMPTS]
@@ -90,7 +90,7 @@ def test_a_damaged_cache_ends_its_request_in_the_middle_and_is_found_by_no_other
     assert [alone(engine, prompt, params) for prompt in PROMPTS] == expected
 
 
-def test_what_goes_wrong_in_a_prompt_shows_in_its_first_step(engine: Engine) -> None:
+def test_damage_of_a_prompt_fails_its_first_step(engine: Engine) -> None:
     expected = alone(engine, PROMPTS[0], GREEDY)
     engine.cache.reset()
     long, short = engine.add(Request(PROMPTS[1], DRAWN)), engine.add(Request(PROMPTS[0], GREEDY))
@@ -115,7 +115,7 @@ def loud(llm: LLM) -> Iterator[LLM]:
 
 
 @pytest.mark.usefixtures("engine")
-def test_a_temperature_that_drives_logits_out_of_range_is_its_own_request_s_affair(loud: LLM) -> None:
+def test_a_temperature_that_overflows_logits_fails_its_request_alone(loud: LLM) -> None:
     cold = SamplingParams(temperature=1e-5, seed=0)
     calm = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
     expected = [output.outputs[0].token_ids for output in loud.generate([PROMPTS[0], PROMPTS[2]], calm)]

@@ -209,7 +209,7 @@ def test_the_documents_steps_have_no_findings() -> None:
     assert "count_down" in checked
 
 
-def test_a_step_is_seen_to_depend_on_what_the_caller_changes_between_two_steps() -> None:
+def test_host_state_that_changes_between_steps_is_reported() -> None:
     lengths = [3]
 
     def step(batch: Batch) -> None:
@@ -255,7 +255,7 @@ def test_the_hazards_of_one_step_come_in_the_order_of_its_lines() -> None:
     assert lines == list(range(lines[0], lines[0] + 4))
 
 
-def test_a_check_gives_slots_and_live_rows_back_after_an_error() -> None:
+def test_a_check_restores_slots_and_live_rows_after_an_error() -> None:
     def step(batch: Batch) -> None:
         batch.x.zero_()
         raise ValueError("half way")

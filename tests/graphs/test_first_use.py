@@ -88,7 +88,7 @@ def test_a_capture_time_that_does_not_exist_is_refused(buffers: StepBuffers) -> 
         GraphManager(step, buffers, [8], capture_when="later")
 
 
-def test_at_leisure_what_is_left_is_captured_the_largest_first(buffers: StepBuffers) -> None:
+def test_idle_captures_go_from_the_largest_shape(buffers: StepBuffers) -> None:
     graphs = GraphManager(step, buffers, [2, 4, 8], capture_when="idle")
     assert not graphs.capture_waiting(), "nothing is ready for it before capture()"
     graphs.capture(progress=False)
@@ -104,7 +104,7 @@ def test_at_leisure_what_is_left_is_captured_the_largest_first(buffers: StepBuff
     assert buffers.steps.item() == 1, "no step of these was anybody's"
 
 
-def test_between_two_steps_idle_captures_what_is_asked_for_again(buffers: StepBuffers) -> None:
+def test_idle_captures_a_shape_after_its_second_step(buffers: StepBuffers) -> None:
     graphs = GraphManager(step, buffers, [2, 4, 8], capture_when="idle")
     graphs.capture(progress=False)
     for count, state in ((1, "waiting"), (2, "captured")):
@@ -112,7 +112,7 @@ def test_between_two_steps_idle_captures_what_is_asked_for_again(buffers: StepBu
         assert (states(graphs)[4], buffers.steps.item()) == (state, count)
 
 
-def test_at_other_times_and_when_frozen_leisure_is_not_used(buffers: StepBuffers) -> None:
+def test_nothing_is_captured_when_busy_or_frozen(buffers: StepBuffers) -> None:
     assert not lazy(buffers).capture_waiting()
     graphs = GraphManager(step, buffers, [2, 4, 8], capture_when="idle")
     graphs.capture(progress=False)

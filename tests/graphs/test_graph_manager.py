@@ -124,7 +124,7 @@ def test_law_1_a_replay_uses_the_memory_of_the_capture(step, buffers, weight) ->
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="looks into recorded graphs")
-def test_what_intermediates_hold_between_replays_does_not_matter(step, buffers, weight) -> None:
+def test_poisoned_intermediates_change_no_replay(step, buffers, weight) -> None:
     graphs = captured(step, buffers, weight)
     fill(buffers, seed=2)
     graphs.replay(5)
@@ -174,7 +174,7 @@ def test_two_managers_share_a_process_and_buffers(step, buffers, weight) -> None
     assert torch.equal(buffers.y[:4], 4 * once[:4])
 
 
-def test_frozen_graphs_refuse_every_way_to_change_what_they_point_at(buffers) -> None:
+def test_frozen_graphs_refuse_every_change_of_their_memory(buffers) -> None:
     """Reallocating a slot, growing a cache, capturing again, loading weights; and thaw() drops the graphs."""
     torch.manual_seed(2)
     module = torch.nn.Linear(16, 16, bias=False, device=buffers.device)
@@ -258,7 +258,7 @@ def test_impossible_options_are_refused(step, buffers, options: dict, message: s
         GraphManager(step, buffers, [1, 2], **options)
 
 
-def test_what_does_not_fit_the_buffers_is_refused(step, buffers, weight) -> None:
+def test_a_backend_or_ladder_that_does_not_fit_the_buffers_is_refused(step, buffers, weight) -> None:
     other = "recorded" if buffers.device.type == "cuda" else "cuda"
     with pytest.raises(ValueError, match=f"backend '{other}' does not work on {buffers.device.type}"):
         manager(step, buffers, weight, backend=other)
@@ -272,7 +272,7 @@ def make_graphs(step=None):
 
 
 @pytest.mark.parametrize("batch_size", [None, "1", 1.0, True, torch.tensor(1), 0, 3])
-def test_a_batch_size_that_is_none_is_refused_with_its_value(batch_size):
+def test_an_invalid_batch_size_is_refused_with_its_value(batch_size):
     buffers, graphs = make_graphs()
     graphs.capture(progress=False)
     for call in (graphs.replay, graphs.run_eager, graphs.bucket_for):
@@ -333,7 +333,7 @@ def test_graphs_that_were_left_open_end_before_the_process_group(tmp_path):
 
 
 @pytest.mark.parametrize("wrong", [{"step": "step"}, {"buffers": {}}, {"ladder": 2}, {"warmup_steps": "2"}])
-def test_arguments_of_another_kind_are_named(step, buffers, weight, wrong: dict) -> None:
+def test_arguments_of_a_wrong_type_are_named(step, buffers, weight, wrong: dict) -> None:
     given = {"step": step, "buffers": buffers, "ladder": [1], "constants": [weight], **wrong}
     with pytest.raises(ArgumentError, match=next(iter(wrong))):
         GraphManager(**given)

@@ -84,7 +84,7 @@ def test_law_5_the_halves_give_the_bits_of_the_whole(buffers: StepBuffers, backe
     assert {bucket.bucket: bucket.replays for bucket in graphs.report().buckets} == {2: 4, 4: 8, 8: 2}
 
 
-def test_a_whole_step_waits_for_nothing_of_the_host(buffers: StepBuffers) -> None:
+def test_a_whole_step_does_not_wait_for_host_work(buffers: StepBuffers) -> None:
     graphs = made(buffers)
     before = {name: tensor.clone() for name, tensor in buffers.tensors.items()}
     with pytest.raises(RuntimeError, match="does not run in halves"):
@@ -92,7 +92,7 @@ def test_a_whole_step_waits_for_nothing_of_the_host(buffers: StepBuffers) -> Non
     assert all(torch.equal(tensor, before[name]) for name, tensor in buffers.tensors.items())
 
 
-def test_only_what_runs_in_halves_is_captured_so_and_only_once(buffers: StepBuffers) -> None:
+def test_halves_are_captured_once_and_only_if_used(buffers: StepBuffers) -> None:
     graphs = made(buffers)
     before = {bucket.bucket: bucket.capture_ms for bucket in graphs.report().buckets}
     for _ in range(3):
@@ -126,7 +126,7 @@ def test_halves_that_cannot_be_captured_stay_eager(buffers: StepBuffers) -> None
     assert buffers.steps.item() == 2
 
 
-def test_what_the_host_does_runs_while_the_first_half_does(buffers: StepBuffers) -> None:
+def test_host_work_runs_beside_the_first_half(buffers: StepBuffers) -> None:
     order: list[str] = []
     on_the_way, begun = threading.Event(), threading.Event()
 
@@ -154,7 +154,7 @@ def test_what_the_host_does_runs_while_the_first_half_does(buffers: StepBuffers)
     assert sorted(order) == ["first", "host"]
 
 
-def test_what_fails_meanwhile_is_raised_and_the_next_step_runs(buffers: StepBuffers) -> None:
+def test_an_error_of_host_work_is_raised_and_the_next_step_runs(buffers: StepBuffers) -> None:
     graphs = made(buffers)
     graphs.run(StepShape(2, part="logits"), meanwhile=lambda: None)
     with pytest.raises(ZeroDivisionError):
@@ -163,7 +163,7 @@ def test_what_fails_meanwhile_is_raised_and_the_next_step_runs(buffers: StepBuff
     assert buffers.steps.item() == 2
 
 
-def test_a_table_without_halves_says_so(buffers: StepBuffers) -> None:
+def test_halves_of_a_table_without_halves_are_refused(buffers: StepBuffers) -> None:
     graphs = made(buffers, [8], {"whole": whole})
     with pytest.raises(ValueError, match="no step runs in part .logits."):
         graphs.run(StepShape(1, part="logits"), meanwhile=lambda: None)

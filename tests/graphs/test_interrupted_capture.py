@@ -63,7 +63,7 @@ def reads(batch: Batch) -> None:
 @pytest.mark.parametrize(
     ("step", "error"), [(interrupted, KeyboardInterrupt), (out_of_range, CaptureError), (reads, CaptureError)]
 )
-def test_nothing_is_left_behind(buffers: StepBuffers, step, error: type) -> None:
+def test_a_failed_capture_restores_modes_and_slots(buffers: StepBuffers, step, error: type) -> None:
     before = {name: tensor.clone() for name, tensor in buffers.tensors.items()}
     runs = [kernel_class.run for kernel_class in KERNEL_CLASSES]
     graphs = GraphManager(step, buffers, [1, 2, 4])
@@ -98,7 +98,7 @@ def test_an_error_of_an_operator_names_operator_and_line(buffers: StepBuffers) -
     assert caught.value.line == wrong_shapes.__code__.co_firstlineno + 2
 
 
-def test_a_bar_is_shown_while_capturing_if_wanted_and_on_a_terminal_alone(buffers, capsys, monkeypatch):
+def test_a_progress_bar_is_shown_on_a_terminal_alone(buffers, capsys, monkeypatch):
     graphs = GraphManager(good_step, buffers, [1, 2, 4])
     graphs.capture(progress=True)
     assert capsys.readouterr() == ("", ""), "standard error is no terminal here"
@@ -143,7 +143,7 @@ def test_a_capture_beside_another_thread_that_computes(buffers: StepBuffers) -> 
     assert buffers.n.item() == 5
 
 
-def test_an_engine_goes_on_while_another_manager_captures_and_fails(buffers: StepBuffers) -> None:
+def test_a_manager_replays_while_another_fails_to_capture(buffers: StepBuffers) -> None:
     running = GraphManager(good_step, buffers, [4])
     running.capture(progress=False)
     running.replay(4)
@@ -157,7 +157,7 @@ def test_an_engine_goes_on_while_another_manager_captures_and_fails(buffers: Ste
 
 
 @pytest.mark.parametrize("bucket", [4, 2])
-def test_a_step_that_keeps_what_it_made_once_is_refused(buffers: StepBuffers, bucket: int) -> None:
+def test_a_step_that_keeps_a_tensor_of_its_first_run_is_refused(buffers: StepBuffers, bucket: int) -> None:
     """Whether it does so in the first shape that is captured or in a later one, which runs fewer times."""
     kept: list[torch.Tensor] = []
 
@@ -179,7 +179,7 @@ def fails_inside(x: Tensor) -> None:
         raise RuntimeError("the kernel does not like it")
 
 
-def test_a_warm_up_frees_what_the_step_needs_no_more() -> None:
+def test_a_warm_up_frees_intermediates_after_their_last_use() -> None:
     """A large model's intermediates, all kept to the end of a step, take a gigabyte."""
     buffers, still_there = make_buffers(), []
 
@@ -197,7 +197,7 @@ def test_a_warm_up_frees_what_the_step_needs_no_more() -> None:
     assert still_there[2:] == [False, False, False], "a recording has memory of its own for what its calls go on using"
 
 
-def test_memory_that_is_used_again_is_not_mistaken_for_what_was_there_before() -> None:
+def test_reused_memory_is_no_hazard() -> None:
     buffers = make_buffers()
 
     def step(batch: Batch) -> None:

@@ -279,7 +279,7 @@ def test_an_epilogue_that_no_graph_can_hold_is_refused_and_leaves_no_graph(devic
     assert not graphs.graphs
 
 
-def test_the_audit_names_what_an_epilogue_points_at_in_vain(device: str) -> None:
+def test_the_audit_names_stale_pointers_of_an_epilogue(device: str) -> None:
     weight = torch.nn.Parameter(torch.ones(4, dtype=torch.float64, device=device), requires_grad=False)
 
     def weighed(batch: Batch) -> None:

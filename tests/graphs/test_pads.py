@@ -50,7 +50,7 @@ def test_an_upload_between_two_managers_leaves_no_stale_pads(buffers: StepBuffer
     assert buffers.sum.item() == 3.0
 
 
-def test_what_another_managers_step_left_behind_the_live_rows_is_padded(buffers: StepBuffers) -> None:
+def test_padding_written_by_another_manager_is_reset(buffers: StepBuffers) -> None:
     summing, counting = managers(buffers, total, count_up)
     for turn in range(1, 4):
         counting.replay(3)
@@ -90,7 +90,7 @@ def test_any_order_of_managers_uploads_and_rows_sums_the_live_rows_alone(buffers
             assert buffers.sum.item() == expected, (seed, rows)
 
 
-def test_steps_that_follow_one_another_fill_nothing(buffers: StepBuffers, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_consecutive_steps_fill_no_padding(buffers: StepBuffers, monkeypatch: pytest.MonkeyPatch) -> None:
     """Law 8: with the same manager and as many rows."""
     (graphs,) = managers(buffers, total, ladder=(4, CAPACITY))
     graphs.replay(3)

@@ -118,13 +118,13 @@ def test_there_is_no_picture_of_a_bucket_that_has_no_graph(graphs: GraphManager)
 
 
 @pytest.mark.parametrize("bucket", [None, "4", 4.0, True, [4]])
-def test_a_bucket_that_is_no_int_has_no_picture(graphs: GraphManager, bucket) -> None:
+def test_a_picture_of_a_bucket_that_is_no_int_is_refused(graphs: GraphManager, bucket) -> None:
     for picture in (graphs.dot, graphs.svg):
         with pytest.raises(ValueError, match="bucket must be one of the captured"):
             picture(bucket)
 
 
-def test_what_the_owner_of_a_step_chose_is_shown_bucket_by_bucket(device: str) -> None:
+def test_choices_are_shown_bucket_by_bucket(device: str) -> None:
     slots = [Slot("x", ("batch", 8), torch.float32), Slot("y", ("batch", 8), torch.float32)]
     chosen = {1: {"tile": {"path": "a", "us": 1.5}}, 2: {"tile": {"path": "b"}}, 4: {"tile": {"path": "b"}}}
     buffers = StepBuffers(slots, max_batch_size=4, device=device)
@@ -139,7 +139,7 @@ def test_what_the_owner_of_a_step_chose_is_shown_bucket_by_bucket(device: str) -
     ]
 
 
-def test_what_is_moved_is_called_a_bound_and_is_one(device: str) -> None:
+def test_moved_bytes_are_an_upper_bound(device: str) -> None:
     """A gather reads as many rows as there are indices; the graph knows the table alone."""
     table = torch.zeros(1000, 8, device=device)
     buffers = StepBuffers(
@@ -291,7 +291,7 @@ def llama(device: str) -> TransformersStep:
     return TransformersStep(device)
 
 
-def test_the_check_names_the_state_that_the_cache_keeps_to_itself(llama: TransformersStep) -> None:
+def test_the_check_names_undeclared_state_of_a_cache(llama: TransformersStep) -> None:
     findings = check(llama, llama.buffers, constants=[llama.model])
     assert {finding.kind for finding in findings} == {"undeclared-input"}
     assert any("cache_utils.py" in (finding.file or "") for finding in findings)

@@ -48,7 +48,7 @@ def shared_of_the_live(batch: Batch) -> None:
 
 
 @pytest.mark.parametrize(("step", "kinds"), [(shared, ["mixed-rows"]), (shared_of_the_live, [])])
-def test_a_slot_without_rows_that_takes_from_padding_is_found(step, kinds) -> None:
+def test_a_slot_without_rows_that_depends_on_padding_is_reported(step, kinds) -> None:
     x, mean = Slot("x", ("batch", 2), torch.float32, pad=0.0), Slot("mean", (2,), torch.float32)
     findings = check(step, StepBuffers([x, mean], max_batch_size=4, device="cpu"))
     assert [finding.kind for finding in findings] == kinds
@@ -64,7 +64,7 @@ def raced(y: Tensor, x: Tensor) -> None:
     y.copy_(x * next(TIMES))
 
 
-def test_rows_that_race_are_not_said_to_be_mixed() -> None:
+def test_rows_that_race_are_not_mixed_rows() -> None:
     assert check(lambda batch: raced(batch.y, batch.x), make(x=0.0, y=0.0)) == []
 
 
@@ -93,15 +93,15 @@ def row_by_row(batch: Batch) -> None:
 
 
 @pytest.mark.parametrize("step", [masked_mean, multiplied_away, row_by_row])
-def test_a_step_that_leaves_padding_out_has_no_findings(step) -> None:
+def test_a_step_that_ignores_padding_has_no_findings(step) -> None:
     assert check(step, make(x=0.0, y=0.0)) == []
 
 
-def test_buffers_of_one_row_have_nothing_to_mix() -> None:
+def test_buffers_of_one_row_have_no_mixed_rows() -> None:
     assert check(centred, make(1, x=0.0, y=0.0)) == []
 
 
-def test_an_adopted_tensor_that_counts_is_no_finding_and_holds_one_check_more() -> None:
+def test_an_adopted_counter_has_no_findings() -> None:
     buffers = make(x=0.0, y=0.0)
     buffers.adopt("total", torch.zeros(1))
 
@@ -179,6 +179,6 @@ def saturated(batch: Batch) -> None:
 
 
 @pytest.mark.parametrize("step", [bounded, differing, turned, saturated])
-def test_rows_are_found_to_mix_where_equal_or_large_entries_are_the_same(step) -> None:
+def test_mixed_rows_are_found_with_equal_or_large_values(step) -> None:
     (finding,) = check(step, make(x=0.0, y=0.0))
     assert finding.kind == "mixed-rows"

@@ -102,7 +102,7 @@ def test_a_strict_manager_refuses_in_the_middle_of_a_steady_batch_too() -> None:
 
 
 @pytest.mark.parametrize("name", ["weight", "cache", "x", "module"])
-def test_a_graph_goes_on_with_the_memory_of_its_capture(name: str) -> None:
+def test_a_graph_uses_the_memory_of_its_capture(name: str) -> None:
     model = Model()
     owner = {"weight": model.weight, "cache": model.cache, "x": model.buffers.x, "module": model.module.weight}[name]
     model.buffers.set_live_rows(4)

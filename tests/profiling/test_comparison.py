@@ -85,7 +85,7 @@ def test_a_slow_down_of_a_fifth_exits_with_1(tmp_path: Path, factor: float, code
     assert f"overall {factor:.3f}" in output
 
 
-def test_rounds_that_a_neighbour_spoilt_are_no_slow_down(tmp_path: Path) -> None:
+def test_noisy_rounds_are_no_slow_down(tmp_path: Path) -> None:
     spoilt = profile_of(scaled(QUIET, 1.0, 1.5, 1.5), noise=0.25)
     code, output = exit_code(profile_of(QUIET), spoilt, tmp_path)
     assert code == 0, output
@@ -100,7 +100,7 @@ def test_one_slower_bucket_is_found_among_many() -> None:
     assert [change.bucket for change in comparison.slower(0.1)] == [2]
 
 
-def test_profiles_of_different_things_are_said_to_differ() -> None:
+def test_profiles_of_different_models_or_machines_differ() -> None:
     other = profile_of(QUIET)
     other["environment"]["threads"] = 1
     other["model"] = "n"
@@ -254,7 +254,7 @@ def test_no_figure_is_cut_in_a_narrow_terminal(profile: dict, width: int) -> Non
         assert {word for text in (*heads, *chain(*rows)) for word in text.split()} <= set(shown.split())
 
 
-def test_a_busy_machine_is_named(profile: dict) -> None:
+def test_noisy_profiles_say_so(profile: dict) -> None:
     at_rest = {"noise": 0.01, "noisy": False, "eager_noise": 0.01}
     quiet = {**profile, "rows": [{**row, **at_rest} for row in profile["rows"]]}
     assert not any("too noisy" in line for line in summary(quiet))

@@ -94,11 +94,11 @@ def test_lists_of_peers_are_read_in_order_and_once() -> None:
 
 
 @pytest.mark.alone  # what the tests behind it look at is measured here
-def test_absent_and_broken_peers_are_left_out_with_their_reason(record: dict) -> None:
+def test_unavailable_peers_are_left_out_with_the_reason(record: dict) -> None:
     assert record["left_out"] == {"absent": "not installed: no-such-package", "broken": "OSError: out of luck"}
 
 
-def test_peers_with_other_tokens_are_told_apart_and_have_no_time(record: dict) -> None:
+def test_peers_with_other_tokens_are_reported_without_times(record: dict) -> None:
     for row in record["rows"]:
         assert "standard deviations of the logits below the best" in row["left_out"]["wrong"]
         assert row["below_best_logit"]["wrong"] > 0.1 > record["tolerance"]
@@ -127,7 +127,7 @@ def test_transformers_gives_the_same_tokens_with_both_caches_and_is_timed(record
     assert set(record["versions"]) == {"transformers"}
 
 
-def test_this_engine_too_is_held_to_the_greedy_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_this_engine_is_checked_against_the_greedy_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(contest_module.Graphdecode, "generate", Wrong.generate)
     with pytest.raises(ValueError, match="graphdecode itself, at batch size 1: gives other tokens"):
         compare_engines([], DEMO, SMALL, repeats=1)
@@ -147,7 +147,7 @@ def test_turns_are_taken_one_after_another(monkeypatch: pytest.MonkeyPatch) -> N
     assert order == ["graphdecode", "transformers"] * 4  # the first turn warms up
 
 
-def test_answers_of_another_length_or_vocabulary_are_no_answers() -> None:
+def test_outputs_of_another_length_or_vocabulary_are_refused() -> None:
     reference = Reference(DEMO, SMALL)
     prompts = [[5, 6, 7]]
     assert "gives [1] tokens, not 2" in reference.judge(prompts, [[1]], 2)[1]
@@ -155,7 +155,7 @@ def test_answers_of_another_length_or_vocabulary_are_no_answers() -> None:
 
 
 @pytest.mark.parametrize("name", list(PEERS))
-def test_every_peer_says_why_it_is_not_there(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_peer_names_the_package_that_is_missing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda module: None)
     assert PEERS[name]().why_not(DEMO, SMALL).startswith("not installed: ")
 

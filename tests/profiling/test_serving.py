@@ -55,7 +55,7 @@ def test_every_request_is_served_and_every_token_counted(llm: LLM) -> None:
 
 
 @pytest.mark.alone
-def test_a_crowd_waits_in_the_queue_and_a_lone_request_does_not(llm: LLM) -> None:
+def test_queue_times_of_a_burst_and_of_one_request(llm: LLM) -> None:
     crowd = serve(llm, [Arrival(0.0, 4, 30)] * 12, seed=1, progress=False)  # of which four have a row
     assert crowd["queue_depth"]["max"] == 8
     assert crowd["queue_depth"]["p50"] >= 4
@@ -68,7 +68,7 @@ def test_a_crowd_waits_in_the_queue_and_a_lone_request_does_not(llm: LLM) -> Non
     assert (lone["requests"], lone["batch_sizes"]) == (1, {"1": 30})
 
 
-def test_what_cannot_fit_is_refused_before_anything_is_served(llm: LLM) -> None:
+def test_requests_that_do_not_fit_are_refused_before_serving(llm: LLM) -> None:
     steps = llm.stats.batch_sizes.total()
     with pytest.raises(ValueError, match=r"a request of 60 \+ 5 tokens does not fit: prompt and answer can have 64"):
         serve(llm, [Arrival(0.0, 4, 4), Arrival(0.0, 60, 5)], progress=False)
@@ -152,7 +152,7 @@ def test_bursts_arrive_together_at_the_same_mean_rate() -> None:
     assert offered_rate(arrivals) == pytest.approx(50.0, rel=0.1)
 
 
-def test_lengths_are_drawn_from_what_was_asked_for() -> None:
+def test_lengths_are_drawn_from_their_distribution() -> None:
     rng = random.Random(2)
     assert {Lengths.parse("--l", "7").draw(rng) for _ in range(20)} == {7}
     lengths = Lengths.parse("--l", "lognormal:64:0.8:400")

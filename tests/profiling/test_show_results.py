@@ -103,7 +103,7 @@ def test_the_tools_that_write_results_are_there() -> None:
     assert all((RESULTS.parent / rooms[kind] / f"{name.replace('-', '_')}.py").exists() for kind, name in subjects)
 
 
-def test_what_falls_behind_the_committed_result_of_the_same_processor_is_named(tmp_path, capsys):
+def test_regressions_against_the_committed_result_are_named(tmp_path, capsys):
     def started(name: str, **times: float) -> dict[str, Any]:
         return {"environment": {"device_name": name, "instructions": "avx2"}, "times": times}
 

@@ -137,7 +137,7 @@ def test_a_step_back_to_back_is_without_its_launch(machine: Machine) -> None:
     assert back_to_back_ms(machine.launch, 8) == pytest.approx([STEP_MS] * 8)
 
 
-def test_a_step_that_is_not_held_takes_as_long_as_the_slower_of_host_and_device(machine: Machine) -> None:
+def test_an_unqueued_step_takes_as_long_as_the_slower_of_host_and_device(machine: Machine) -> None:
     machine.launch_ms = 3 * STEP_MS
     assert back_to_back_ms(machine.launch, 4, is_queued_first=False)[1:] == pytest.approx([machine.launch_ms] * 3)
     machine.launch_ms = LAUNCH_MS

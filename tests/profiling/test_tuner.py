@@ -77,7 +77,7 @@ def test_a_load_outside_the_capacity_is_refused(counts: dict[int, int]) -> None:
         best_ladders(counts, StepCost.linear(8), 8, 2)
 
 
-def test_a_bucket_may_stand_where_no_batch_does_if_it_is_cheaper_there() -> None:
+def test_a_bucket_may_be_a_size_that_does_not_occur_if_it_is_cheaper() -> None:
     cost = StepCost(np.array([0.0, 1.0, 5.0, 2.0, 4.0]), "with a dent at 3")
     assert [ladder.sizes for ladder in best_ladders({2: 5, 4: 1}, cost, 4, 8)] == [(4,), (3, 4)]
 
@@ -126,7 +126,7 @@ def test_a_step_of_several_queries_breaks_even_where_it_gives_as_many_tokens_as_
     assert query_costs(profile_of((1, 4))) == []
 
 
-def test_todays_ladder_stands_beside_the_best_of_each_number_of_graphs() -> None:
+def test_todays_ladder_is_compared_with_the_best_of_each_size() -> None:
     counts = {5: 900, 33: 90, 64: 10}
     today = BucketLadder.auto(64, 16)
     graph_cost = GraphCost.from_profile(profile_of((1, 64)), 64)
@@ -180,7 +180,7 @@ def test_ladders_are_compared_round_by_round():
     assert trial.ratio("same", "today").verdict == "no difference beyond the noise of 0.1%"
 
 
-def test_a_difference_within_the_noise_is_none():
+def test_a_difference_within_the_noise_is_not_reported():
     trial = trial_of(today=[1.0] * 5, tuned=[0.6, 0.8, 0.9, 1.0, 2.0])
     assert trial.ratio("tuned", "today").noise == pytest.approx(0.1 / 0.9)
     assert trial.ratio("tuned", "today").verdict == "no difference beyond the noise of 11.1%"
@@ -242,7 +242,7 @@ def test_a_run_without_steps_can_be_added_to_but_not_tuned_for(tmp_path: Path) -
         '{"batch_sizes": {"1": "2"}}',
     ],
 )
-def test_a_broken_record_is_named_and_kept(tmp_path: Path, text: str) -> None:
+def test_an_invalid_record_is_named_and_not_overwritten(tmp_path: Path, text: str) -> None:
     path = tmp_path / "batches.json"
     path.write_text(text)
     for refuse in (check_record, read_batch_sizes, lambda file: record_batch_sizes(file, {1: 1})):
@@ -285,7 +285,7 @@ def report_of(folder: Path, *options: str) -> dict:
     return json.loads((folder / "tune.json").read_text())
 
 
-def test_todays_ladder_is_the_one_in_force_whatever_is_asked_for(folder: Path) -> None:
+def test_todays_ladder_is_that_of_the_configuration(folder: Path) -> None:
     config = ["--config", str(folder / "today.toml")]
     for options, today in ((config, (4, 8)), ([], BucketConfig().ladder.sizes)):
         for more in ([], ["--max-graphs", "3"]):
@@ -296,7 +296,7 @@ def test_todays_ladder_is_the_one_in_force_whatever_is_asked_for(folder: Path) -
     assert BucketConfig.load(folder / "tuned.toml").max_graphs == 2
 
 
-def test_a_record_of_few_steps_is_said_to_be_one(folder: Path) -> None:
+def test_a_record_of_few_steps_warns(folder: Path) -> None:
     assert "has only 42 steps" in " ".join(tune(folder).split())
     record_batch_sizes(folder / "batches.json", {3: 1000})
     assert "has only" not in tune(folder)
@@ -331,7 +331,7 @@ def test_a_profile_tells_what_the_graphs_cost_without_measuring(folder: Path) ->
         assert text in shown
 
 
-def test_the_steps_of_an_engine_that_speculates_stand_by_rows_and_queries(folder: Path) -> None:
+def test_query_costs_are_by_rows_and_queries(folder: Path) -> None:
     options = ["--profile", str(folder / "profile.json"), "--config", str(folder / "today.toml")]
     assert report_of(folder, *options)["query_costs"] == []
     profile = json.loads((folder / "profile.json").read_text())

@@ -150,7 +150,7 @@ def test_converted_pages_are_contiguous_and_zero_past_each_length(device):
         {"max_batch_size": 2**16, "max_sequence_length": 2**16},
     ],
 )
-def test_sizes_that_cannot_be_are_refused_by_name(options):
+def test_invalid_sizes_are_refused_by_name(options):
     with pytest.raises(ValueError, match=next(iter(options))):
         make("cpu", True, **options)
 
