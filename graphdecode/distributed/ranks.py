@@ -176,15 +176,15 @@ class Leader(Ranks):
         try:
             self._links[rank - 1].send(Message(kind, numbers, payload))
         except OSError:
-            self._gone(rank)
+            self._raise_lost(rank)
 
     def agree(self, text: str) -> None:
         texts = [text, *(message.payload.decode() for message in self._replies())]
         if len(set(texts)) == 1:
             self.send(REPLY)
             return
-        differs = next(rank for rank, other in enumerate(texts) if other != text)
-        verdict = f"the ranks differ: rank 0 {text}, and rank {differs} {texts[differs]}"
+        differing = next(rank for rank, other in enumerate(texts) if other != text)
+        verdict = f"the ranks differ: rank 0 {text}, and rank {differing} {texts[differing]}"
         self.send(REPLY, payload=verdict.encode())
         self.fail(verdict)
         raise RankError(verdict)
@@ -238,12 +238,12 @@ class Leader(Ranks):
         try:
             message = link.receive()
         except EOFError:
-            self._gone(rank)
+            self._raise_lost(rank)
         if message.kind == ATTEMPTED:
             self._tried[rank] = message.payload.decode()
         return message
 
-    def _gone(self, rank: int) -> NoReturn:
+    def _raise_lost(self, rank: int) -> NoReturn:
         self._await_failure(_GRACE_SECONDS)
         self.check()
         self.fail(f"rank {rank} of {self.count} died")

@@ -9,7 +9,7 @@ from statistics import median
 
 from graphdecode.engine.steps import StepDrafts
 
-_TIMES_KEPT = 9  # per kind of step, for the median
+_MAX_TIMES = 9  # per kind of step, for the median
 _LEAST_TIMES = 3  # fewer measurements are not used
 _FORGOTTEN_AFTER = 200  # launches without a kind of step, after which its times are measured again
 _DECAY = 0.98  # weight of an observation after each later one
@@ -33,11 +33,12 @@ class DraftPace:
         self.widths = tuple(widths)
         self._is_fixed, self._is_cheap = is_fixed, is_cheap
         self._patience = _PATIENCE[0]
-        self._plain = 0  # launches since drafts were faster, or the last trial
+        self._plain_launches = 0  # launches since drafts were faster, or the last trial
         self._times: dict[tuple[int, int], deque[float]] = {}
         self._last_run: dict[tuple[int, int], int] = {}
         self._launches = 0
-        self._seen: dict[int, list[float]] = defaultdict(lambda: list(_PRIOR))  # match length -> drafts, accepted ones
+        # match length -> drafts, accepted ones
+        self._draft_counts: dict[int, list[float]] = defaultdict(lambda: list(_PRIOR))
 
     def choose(self, bucket: int, draft_candidates: Sequence[tuple[int, int]], most: int) -> int:
         """Return the queries per row, at most `most`, for the next launch of `bucket` rows.
@@ -68,22 +69,23 @@ class DraftPace:
     def _best_or_trial(self, best: int, widths: Sequence[int]) -> int:
         """Return `best`, or the smallest width with drafts if none were verified for long."""
         if best > 1:
-            if self._plain > self._patience:  # the trial succeeded
+            if self._plain_launches > self._patience:  # the trial succeeded
                 self._patience = max(self._patience // 2, _PATIENCE[0])
-            self._plain = 0
+            self._plain_launches = 0
             return best
-        self._plain += 1
-        if self._plain <= self._patience or len(widths) == 1:
+        self._plain_launches += 1
+        if self._plain_launches <= self._patience or len(widths) == 1:
             return best
-        if self._plain == self._patience + 1:
-            self._seen.update({matched: [_TRIAL_WEIGHT * n for n in counts] for matched, counts in self._seen.items()})
-        if self._plain == self._patience + _TRIAL:
-            self._plain, self._patience = 0, min(2 * self._patience, _PATIENCE[1])
+        if self._plain_launches == self._patience + 1:
+            for counts in self._draft_counts.values():
+                counts[:] = [_TRIAL_WEIGHT * count for count in counts]
+        if self._plain_launches == self._patience + _TRIAL:
+            self._plain_launches, self._patience = 0, min(2 * self._patience, _PATIENCE[1])
         return widths[1]
 
     def chance(self, matched: int) -> float:
         """Return the probability that a draft with this match length is accepted."""
-        drafts, right = self._seen[matched]
+        drafts, right = self._draft_counts[matched]
         return right / drafts
 
     def step_seconds(self, bucket: int, width: int) -> float:
@@ -109,7 +111,7 @@ class DraftPace:
         """Record the time of a step."""
         self._launches += 1
         if (bucket, width) not in self._times:  # skip the first time, which may include a capture
-            self._times[bucket, width] = deque(maxlen=_TIMES_KEPT)
+            self._times[bucket, width] = deque(maxlen=_MAX_TIMES)
         else:
             if width > 1 and self._is_forgotten(bucket, width):
                 self._times[bucket, width].clear()
@@ -122,7 +124,7 @@ class DraftPace:
             if not count or not (verified or self._is_cheap):
                 continue
             tried = accepted + (accepted < verified) if verified else 1
-            counts = self._seen[matched]
+            counts = self._draft_counts[matched]
             counts[0] = counts[0] * _DECAY + tried
             counts[1] = counts[1] * _DECAY + accepted
 

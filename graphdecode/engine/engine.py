@@ -199,11 +199,11 @@ class Engine:
             self._try_inbox()
 
     def _remove(self, sequence: Sequence, num_tokens: int | None) -> None:
-        was_there = self.loop.remove(sequence)
+        was_running = self.loop.remove(sequence)
         self._has_aborted = True  # launches in flight have produced events for it
         if num_tokens is not None:
             self.stats.generated_tokens -= sequence.num_generated - num_tokens
-            self.stats.finished_outputs += was_there
+            self.stats.finished_outputs += was_running
 
     def _try_inbox(self) -> None:
         """Process the inbox, unless a step is running: its thread does it afterwards."""

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-_STEP_TIMES_KEPT = 100_000
+_MAX_STEP_TIMES = 100_000
 
 
 @dataclass
@@ -48,11 +48,11 @@ class EngineStats:
     batch_sizes: Counter[int] = field(default_factory=Counter)  # live rows -> decode steps
     bucket_steps: Counter[int] = field(default_factory=Counter)  # bucket -> decode steps
     # times of the last decode steps: from the launch, or the previous read if later, to the read
-    step_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_STEP_TIMES_KEPT), repr=False)
+    step_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_MAX_STEP_TIMES), repr=False)
     # host times of the last launches; on a CPU, of the whole step
-    launch_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_STEP_TIMES_KEPT), repr=False)
+    launch_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_MAX_STEP_TIMES), repr=False)
     # tokens of the last steps: prompt tokens that were computed, and generated ones that were kept
-    step_tokens: deque[int] = field(default_factory=lambda: deque(maxlen=_STEP_TIMES_KEPT), repr=False)
+    step_tokens: deque[int] = field(default_factory=lambda: deque(maxlen=_MAX_STEP_TIMES), repr=False)
     spec_decode_num_drafts: int = 0
     spec_decode_num_draft_tokens: int = 0
     spec_decode_num_accepted_tokens: int = 0

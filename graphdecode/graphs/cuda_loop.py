@@ -57,7 +57,7 @@ def compile_condition(capability: tuple[int, int]) -> bytes:
     """
     if nvrtc is None:
         raise RuntimeError("cuda-python is not installed")
-    checked = functools.partial(_checked, what="NVRTC refused to compile the loop's condition")
+    checked = functools.partial(_checked, call="NVRTC refused to compile the loop's condition")
     major, minor = capability
     option = f"--gpu-architecture=sm_{major}{minor}".encode()
     (program,) = checked(nvrtc.nvrtcCreateProgram(CONDITION_SOURCE, b"loop_condition.cu", 0, [], []))
@@ -251,8 +251,8 @@ def _call(function: Callable[..., tuple], *arguments: Any) -> tuple[Any, ...]:
     return _checked(result, function.__name__)
 
 
-def _checked(result: tuple[Any, ...], what: str) -> tuple[Any, ...]:
+def _checked(result: tuple[Any, ...], call: str) -> tuple[Any, ...]:
     error, *values = result
     if int(error) != 0:
-        raise LoopRefusedError(f"{what}: {error.name}")
+        raise LoopRefusedError(f"{call}: {error.name}")
     return tuple(values)

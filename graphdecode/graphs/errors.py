@@ -24,8 +24,8 @@ def _folders_of(package: str) -> Iterator[str]:
 
 
 _NOT_THE_STEPS = ("torch", "triton", "graphdecode.graphs", "graphdecode.kernels")
-_OWN_FOLDERS = tuple(folder for package in _NOT_THE_STEPS for folder in _folders_of(package))
-_OWN_FILES = (buffers.__file__, os.path.realpath(buffers.__file__))  # raises for missing slots
+_INTERNAL_FOLDERS = tuple(folder for package in _NOT_THE_STEPS for folder in _folders_of(package))
+_INTERNAL_FILES = (buffers.__file__, os.path.realpath(buffers.__file__))  # raises for missing slots
 # frames of these are above those of a registered operator's implementation
 _DISPATCH_FILES = tuple(
     os.path.join(folder, part) for folder in _folders_of("torch") for part in ("_ops.py", "_library" + os.sep)
@@ -124,15 +124,15 @@ Refuse = Callable[[CaptureError], None]
 
 
 @functools.cache
-def _is_own(path: str) -> bool:
+def _is_internal(path: str) -> bool:
     is_librarys = path.startswith(_STANDARD_LIBRARY) and "-packages" not in path
-    return is_librarys or path.startswith((*_OWN_FOLDERS, *_OWN_FILES, "<frozen"))
+    return is_librarys or path.startswith((*_INTERNAL_FOLDERS, *_INTERNAL_FILES, "<frozen"))
 
 
 def caller() -> tuple[str | None, int | None]:
     """Return file and line of the innermost frame that is neither torch's, Triton's, Python's nor the runtime's own."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and _is_own(frame.f_code.co_filename):
+    while frame is not None and _is_internal(frame.f_code.co_filename):
         frame = frame.f_back
     return (None, None) if frame is None else (frame.f_code.co_filename, frame.f_lineno)
 
@@ -144,7 +144,7 @@ def raised_at(trace: TracebackType | None) -> tuple[str | None, int | None]:
         path = frame.f_code.co_filename
         if path.startswith(_DISPATCH_FILES) and location != (None, None):
             break
-        if not _is_own(path):
+        if not _is_internal(path):
             location = (path, line)
     return location
 

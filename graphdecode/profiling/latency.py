@@ -24,7 +24,7 @@ from graphdecode.kernels.cache.kv_format import format_of
 from graphdecode.profiling.environment import describe_environment, read_bandwidth
 
 NOISY = 0.1  # spread of rounds above which a difference of 10% cannot be detected
-_HELD_CYCLES = 4_000_000  # some 2 ms, for the host to get ahead of the device
+_QUEUE_CYCLES = 4_000_000  # some 2 ms, for the host to get ahead of the device
 SCHEMA_VERSION = 2
 STEPS_PER_STAGING = 16  # the graph advances rows; they are reset before they grow far past the context
 ROUNDS = 5  # over all points, so that a slow phase of the machine affects all of them
@@ -84,7 +84,7 @@ def back_to_back_ms(launch: Callable[[], object], count: int, *, is_queued_first
     events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
     hold = getattr(torch.cuda, "_sleep", None)
     if is_queued_first and hold is not None:
-        hold(_HELD_CYCLES)
+        hold(_QUEUE_CYCLES)
     events[0].record()
     for event in events[1:]:
         launch()

@@ -381,7 +381,7 @@ def tile_sizes(rows: int, head_dim: int, value_dim: int, q_dtype: torch.dtype, k
     `rows`: queries times heads of the group that one program could take.
     """
     kv_itemsize, compute_itemsize = kv_dtype.itemsize, compute_dtype(q_dtype, kv_dtype).primitive_bitwidth // 8
-    has_scales = format_of(kv_dtype).own_scale is not None  # they take registers for every tile in flight
+    has_scales = format_of(kv_dtype).scale_dtype is not None  # they take registers for every tile in flight
     block_d = max(triton.next_power_of_2(head_dim), 16)
     block_v = max(triton.next_power_of_2(value_dim), 16)
     most = 128 if block_v <= 128 and compute_itemsize == 2 else 32 if block_v * compute_itemsize <= 512 else 16

@@ -40,7 +40,7 @@ class KVFormat(NamedTuple):
     code: str = ""  # how kernels decode bytes; "": they convert the dtype
     is_converted: bool = False  # newer GPUs convert the dtype instead of bytes
     # dtype of `PageScales`, per token and head; None: no such scales
-    own_scale: torch.dtype | None = None
+    scale_dtype: torch.dtype | None = None
     has_layer_scales: bool = False  # entries are divided by a scale of the layer
     is_mixed: bool = False  # keys, and queries over them, are `mixed`
     most: float | None = None  # values are clamped to it: torch converts larger ones to NaN
@@ -48,14 +48,14 @@ class KVFormat(NamedTuple):
 
     def entry_bytes(self, head_dim: int) -> int:
         """Return the bytes of one head's key or value of one token, with its scale."""
-        return head_dim * self.dtype.itemsize + (0 if self.own_scale is None else self.own_scale.itemsize)
+        return head_dim * self.dtype.itemsize + (0 if self.scale_dtype is None else self.scale_dtype.itemsize)
 
     def page_scales(self, shape: tuple[int, int, int, int], new: Callable[..., Tensor]) -> PageScales | None:
         """Return scales for pages [pages, page_size, heads, dim], allocated by `new(shape, dtype)`."""
-        if self.own_scale is None:
+        if self.scale_dtype is None:
             return None
         pages, page_size, heads, _ = shape
-        k_scales, v_scales = (new((pages, heads, page_size), self.own_scale) for _ in range(2))
+        k_scales, v_scales = (new((pages, heads, page_size), self.scale_dtype) for _ in range(2))
         return PageScales(k_scales, v_scales)
 
     def write(self, cache: Tensor, at: tuple[Tensor, Tensor], new: Tensor, unit: float, scales: Tensor | None) -> None:
@@ -153,6 +153,6 @@ KV_FORMATS = {  # filled on import
             has_layer_scales=True, most=448.0, load=_e4m3,
         ),
         KVFormat(torch.float8_e5m2, (), "e5m2", True, load=_e5m2),
-        KVFormat(torch.int8, ("int8",), "int8", own_scale=torch.bfloat16, is_mixed=True),
+        KVFormat(torch.int8, ("int8",), "int8", scale_dtype=torch.bfloat16, is_mixed=True),
     )
 }  # fmt: skip

@@ -114,7 +114,7 @@ class ModelDrafts(DraftSource[SpeculativeBatch]):
         draft_setting = replace(setting, model=model, caches=self._caches, kv_dtype=dtype)
         self._attention = decode_attention_of(draft_setting, 2 * setting.config.max_batch_size, batch_invariant=False)
         self._rows = torch.arange(2 * setting.config.max_batch_size, dtype=torch.int32, device=device)
-        self._last_place = setting.max_pages_per_row * setting.page_size - 1
+        self._last_position = setting.max_pages_per_row * setting.page_size - 1
         caches = [tensor for layer in self._caches for tensor in layer]
         tensors = [*caches, *self._attention.workspace, *model.workspace, self._rows]
         self.tensors = {f"draft_model_{index}": tensor for index, tensor in enumerate(tensors)}
@@ -140,7 +140,7 @@ class ModelDrafts(DraftSource[SpeculativeBatch]):
         logits = self._pass(tokens, positions, tables, batch.live_rows * 2).view(batch.size, 2, -1)[:, 1]
         for index in range(count):
             if index:
-                logits = self._pass(tokens, (position + index).clamp(max=self._last_place), table, batch.live_rows)
+                logits = self._pass(tokens, (position + index).clamp(max=self._last_position), table, batch.live_rows)
             tokens = logits.argmax(-1)
             batch.drafts[:, index].copy_(tokens)
 
@@ -194,8 +194,8 @@ class SpeculativeStep(DecodeStep[SpeculativeBatch]):
 
     def shapes(self) -> list[StepShape]:
         """Return the shapes of plain decoding and of several queries per row; none are mixed."""
-        plain = [shape for shape in super().shapes() if shape.kind == "steps"]
-        return plain + [shape._replace(queries=width) for shape in self._setting.row_shapes for width in self._widths]
+        shapes = [shape for shape in super().shapes() if shape.kind == "steps"]
+        return shapes + [shape._replace(queries=width) for shape in self._setting.row_shapes for width in self._widths]
 
     def _slot_sizes(self, setting: StepSetting) -> dict[str, int | None]:
         width = setting.max_pages_per_row * setting.page_size

@@ -192,11 +192,12 @@ def _find_mixed_rows(step: Step, buffers: StepBuffers, owners: Owners, refuse: R
         return differing
 
     runs = [written(*each) for each in enumerate(_HOSTILE)]
-    found = mixed(runs)
+    mixed_slots = mixed(runs)
     # on a GPU rows that name the same memory, by ids of 0 and 1, race for it: a run differs as much from its repetition
-    repeated = [mixed([run, written(*each)]) for run, each in zip(runs, enumerate(_HOSTILE), strict=True) if found]
+    again = enumerate(_HOSTILE) if mixed_slots else ()
+    repeated = [mixed([run, written(*each)]) for run, each in zip(runs, again, strict=False)]
     restore()
-    for slot_name, (operator, location, off) in found.items():
+    for slot_name, (operator, location, off) in mixed_slots.items():
         if off > _MORE_THAN_A_RACE * max((each[slot_name][2] for each in repeated if slot_name in each), default=0.0):
             whose = "live rows of slot" if slot_name in with_rows else "slot"
             refuse(CaptureError("mixed-rows", operator, f"{whose} {slot_name!r}", location))

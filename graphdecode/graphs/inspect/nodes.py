@@ -58,7 +58,7 @@ class AddressMap:
                 self._blocks.append((begin, begin + block["size"], owner))
                 begin += block["size"]
             self._blocks.append((begin, end, None))
-        self._found = functools.cache(self._look_up)  # kernels share most of their arguments
+        self._owner_and_kind = functools.cache(self._look_up)  # kernels share most of their arguments
 
     @classmethod
     def now(cls, owners: Owners, pool: Any) -> AddressMap:
@@ -67,11 +67,11 @@ class AddressMap:
 
     def owner_at(self, address: int) -> str | None:
         """Return the owner of an address; None for free memory, or no address."""
-        return self._found(address)[0]
+        return self._owner_and_kind(address)[0]
 
     def is_ownerless(self, address: int) -> bool:
         """Whether an address lies in free memory of torch's allocator."""
-        owner, is_torchs = self._found(address)
+        owner, is_torchs = self._owner_and_kind(address)
         return owner is None and is_torchs
 
     def bytes_touched(self, nodes: Iterable[Node]) -> int:

@@ -423,8 +423,8 @@ def values_of(schema: Schema, args: tuple, kwargs: dict) -> Sequence[Any]:
     """Return the value of each argument of an operator's schema, defaults included."""
     if len(args) == len(schema.arguments):
         return args
-    rest = schema.arguments[len(args) :]
-    return [*args, *(kwargs.get(argument.name, argument.default) for argument in rest)]
+    others = schema.arguments[len(args) :]
+    return [*args, *(kwargs.get(argument.name, argument.default) for argument in others)]
 
 
 # a tensor argument: its name, the tensor, whether it is written, and its storage's key
