@@ -228,18 +228,7 @@ def plan_checked_capacity(
     """
     memory = total_bytes(device)
     capacity = plan_capacity(settings, model, dtype, device, may_roll=may_roll)
-    needs = _needs(settings.buckets, model, capacity, settings.prefill_tokens(device.type))
-    states, checkpoint_bytes = settings.state_checkpoints, checkpoint_bytes_of(settings, model)
-    needs.append(("state_checkpoints", states, "recurrent states of prefixes", checkpoint_bytes))
-    rows, of_drafts = settings.buckets.max_batch_size, draft_state_bytes_of(settings, model)
-    needs.append(("max_batch_size", rows, "recurrent states of drafts", of_drafts))
-    slots = settings.max_adapters
-    of_slots = adapter_bytes(model, slots, settings.max_adapter_rank, dtype, adapt_experts=settings.adapt_experts)
-    needs.append(("max_adapters", slots, f"adapters of rank {settings.max_adapter_rank}", of_slots))
-    pairs = paired_adapter_bytes_of(settings, model, dtype, device)
-    needs.append(("max_adapters", slots, "adapters of each token's experts or heads", pairs))
-    rounding = rounding_bytes_of(settings, device)
-    needs.append(("enable_sleep_mode", int(settings.enable_sleep_mode), "granules of weights and cache", rounding))
+    needs = _needs(settings, model, capacity, dtype, device)
     total = sum(nbytes for _, _, _, nbytes in needs)
     if total > memory:
         key, value, purpose, nbytes = max(needs, key=lambda need: need[-1])
@@ -251,11 +240,15 @@ def plan_checked_capacity(
 
 
 def _needs(
-    config: BucketConfig, model: ModelShape, capacity: Capacity, prefill_tokens: int
+    settings: EngineConfig, model: ModelShape, capacity: Capacity, dtype: torch.dtype, device: torch.device
 ) -> list[tuple[str, int, str, int]]:
     """Return the memory by configuration key: key, value, what it is for, bytes."""
+    config, prefill_tokens = settings.buckets, settings.prefill_tokens(device.type)
     rows, positions, vocab_size = config.max_batch_size, capacity.max_sequence_length, model.vocab_size
-    pages, states = capacity.total_num_pages, config.max_automaton_states
+    pages, states, slots = capacity.total_num_pages, config.max_automaton_states, settings.max_adapters
+    adapters = adapter_bytes(model, slots, settings.max_adapter_rank, dtype, adapt_experts=settings.adapt_experts)
+    pairs = paired_adapter_bytes_of(settings, model, dtype, device)
+    checkpoints, rounding = checkpoint_bytes_of(settings, model), rounding_bytes_of(settings, device)
     tables = 4 * positions * model.head_dim + 16 * rows * capacity.pages_per_row
 
     def sampling_bytes(**capacity: int) -> int:  # slots of one row
@@ -270,11 +263,16 @@ def _needs(
         ("max_sequence_length", positions, "page tables and rotary angles", tables),
         ("max_batch_size", rows, "counts of tokens, logits and masks", rows * row),
         ("max_batch_size", rows, "recurrent states", state_bytes_of(config, model)),
+        ("max_batch_size", rows, "recurrent states of drafts", draft_state_bytes_of(settings, model)),
         ("max_batch_size", rows, "keys and values of windows", capacity.rolling_bytes),
         ("max_automata", config.max_automata, "classes of tokens", 4 * vocab_size * config.max_automata),
         ("max_automaton_states", states, "states of automata", states * state_bytes(vocab_size)),
         ("steps_per_launch", config.steps_per_launch, f"tokens of {rows} rows", rows * ring),
         ("max_prefill_tokens", prefill_tokens, "tokens of prompts", prefill_tokens * _SLOT_BYTES),
+        ("state_checkpoints", settings.state_checkpoints, "recurrent states of prefixes", checkpoints),
+        ("max_adapters", slots, f"adapters of rank {settings.max_adapter_rank}", adapters),
+        ("max_adapters", slots, "adapters of each token's experts or heads", pairs),
+        ("enable_sleep_mode", int(settings.enable_sleep_mode), "granules of weights and cache", rounding),
     ]
     for key, purpose in _REQUESTS.items():
         value = getattr(config, key)

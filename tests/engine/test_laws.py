@@ -146,15 +146,3 @@ def test_law_1_every_tensor_stays_where_it_was_allocated(make_llm: MakeLLM) -> N
     llm.generate([[97 + i] * 9 for i in range(9)], GREEDY)
     assert {name: tensor.data_ptr() for name, tensor in llm.engine.runner.buffers.tensors.items()} == before
     llm.engine.runner.buffers.verify_addresses()
-
-
-@pytest.mark.parametrize("batch_size", [0, -1, 5])
-def test_law_7_a_batch_outside_the_capacity_changes_nothing(make_llm: MakeLLM, batch_size: int) -> None:
-    llm = make_llm(max_batch_size=4)
-    rows = Rows(llm, 3)
-    before = rows.live_state()
-    with pytest.raises(ValueError, match=r"1\.\.max_batch_size=4"):
-        llm.graphs.replay(batch_size)
-    assert_same_bits(rows.live_state(), before)
-    assert rows.runner.buffers.live_row_count == 3
-    rows.close()

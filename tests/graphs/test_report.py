@@ -112,15 +112,10 @@ def test_the_picture_has_a_box_an_operator_and_an_arrow_for_what_it_reads(graphs
     assert dot.count("{") == dot.count("}")
 
 
-def test_there_is_no_picture_of_a_bucket_that_has_no_graph(graphs: GraphManager) -> None:
-    with pytest.raises(ValueError, match=r"bucket must be one of the captured \[2, 4\], got 3"):
-        graphs.dot(3)
-
-
-@pytest.mark.parametrize("bucket", [None, "4", 4.0, True, [4]])
-def test_a_picture_of_a_bucket_that_is_no_int_is_refused(graphs: GraphManager, bucket) -> None:
+@pytest.mark.parametrize("bucket", [3, None, "4", 4.0, True, [4]])
+def test_a_picture_of_a_bucket_without_a_graph_is_refused(graphs: GraphManager, bucket) -> None:
     for picture in (graphs.dot, graphs.svg):
-        with pytest.raises(ValueError, match="bucket must be one of the captured"):
+        with pytest.raises(ValueError, match="bucket .*2, 4"):
             picture(bucket)
 
 
