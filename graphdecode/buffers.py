@@ -301,7 +301,7 @@ class StepBuffers(Generic[B]):
         self._blocks: dict[str, StagingBlock] = {}
         self._tensors: dict[str, Tensor] = {}
         self._batches: dict[int, B] = {}
-        self._staged: dict[str, B] = {}
+        self._host_batches: dict[str, B] = {}
         self._live_rows = 0
         self._padded = max_batch_size  # rows from the live ones up to here are padding, unless a step wrote there
         self._last_user: object = None  # see `make_ready`
@@ -396,13 +396,13 @@ class StepBuffers(Generic[B]):
         self._blocks[block].wait()
         return self._blocks[block].arrays
 
-    def staged(self, block: str) -> B:
+    def host_batch(self, block: str) -> B:
         """Return the batch of all rows with a staging block's slots in host memory, to write as those of `staging`."""
         self.staging(block)
-        if block not in self._staged:
+        if block not in self._host_batches:
             views = self._blocks[block].host_views
-            self._staged[block] = self._batch_type.of(self.max_batch_size, self._tensors | views)
-        return self._staged[block]
+            self._host_batches[block] = self._batch_type.of(self.max_batch_size, self._tensors | views)
+        return self._host_batches[block]
 
     def upload(self, block: str, live_rows: int) -> None:
         """Copy a staging block to the device in one copy, with rows past `live_rows` set to padding.

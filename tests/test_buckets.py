@@ -36,13 +36,13 @@ def test_auto_ladder_is_dense_where_a_padded_row_weighs_most() -> None:
 
 @pytest.mark.parametrize("batch_size", [0, -1, 9])
 def test_a_batch_outside_the_capacity_is_named_in_the_error(batch_size: int) -> None:
-    with pytest.raises(ValueError, match=rf"1\.\.max_batch_size=8, got {batch_size}"):
+    with pytest.raises(ValueError, match=rf"1\.\.max_batch_size=8.* {batch_size}"):
         BucketLadder([1, 4], 8).bucket_for(batch_size)
 
 
 @pytest.mark.parametrize("sizes", [[0], [9], [1.5], [True], ["4"]])
 def test_impossible_sizes_are_refused(sizes: list) -> None:
-    with pytest.raises(ValueError, match="batch_sizes must be integers in 1"):
+    with pytest.raises(ValueError, match="batch_sizes"):
         BucketLadder(sizes, 8)
 
 

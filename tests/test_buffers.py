@@ -46,7 +46,7 @@ def test_narrowing_is_a_view_at_the_same_address(buffers: StepBuffers, size: int
 
 @pytest.mark.parametrize("size", [0, 9])
 def test_narrowing_outside_the_capacity_is_refused(buffers: StepBuffers, size: int) -> None:
-    with pytest.raises(ValueError, match=f"1..max_batch_size=8, got {size}"):
+    with pytest.raises(ValueError, match=rf"1\.\.max_batch_size=8.* {size}"):
         buffers.narrow(size)
 
 
@@ -83,7 +83,7 @@ def test_an_upload_is_one_copy_of_few_large_elements(buffers: StepBuffers) -> No
 def test_an_upload_outside_the_capacity_changes_nothing(buffers: StepBuffers) -> None:
     before = buffers.tokens.clone()
     buffers.staging("rows")["tokens"][:] = 5
-    with pytest.raises(ValueError, match="live_rows must be in 0..max_batch_size=8, got 9"):
+    with pytest.raises(ValueError, match=r"live_rows .*0\.\.max_batch_size=8.* 9"):
         buffers.upload("rows", 9)
     assert torch.equal(buffers.tokens, before)
 
@@ -117,7 +117,7 @@ def test_a_slot_cannot_be_rebound(buffers: StepBuffers) -> None:
 
 def test_frozen_buffers_adopt_nothing_until_thawed(buffers: StepBuffers, device: str) -> None:
     buffers.freeze()
-    with pytest.raises(FrozenError, match="cannot adopt 'cache'"):
+    with pytest.raises(FrozenError, match="'cache'"):
         buffers.adopt("cache", torch.zeros(3, device=device))
     buffers.thaw()
     buffers.adopt("cache", torch.zeros(3, device=device))
@@ -126,14 +126,14 @@ def test_frozen_buffers_adopt_nothing_until_thawed(buffers: StepBuffers, device:
 
 def test_a_moved_slot_is_named(buffers: StepBuffers) -> None:
     buffers.x.data = torch.zeros_like(buffers.x)
-    with pytest.raises(FrozenError, match="'x' was moved"):
+    with pytest.raises(FrozenError, match="'x'"):
         buffers.freeze()
 
 
 @pytest.mark.parametrize("name", ["live_rows", "narrow", "device", "tokens"])
 def test_duplicate_and_reserved_slot_names_are_refused(name: str) -> None:
     slots = [Slot("tokens", ("batch",), torch.int64), Slot(name, ("batch",), torch.int64)]
-    with pytest.raises(ValueError, match="declared twice, or the name is reserved"):
+    with pytest.raises(ValueError, match=repr(name)):
         StepBuffers(slots, max_batch_size=2, device="cpu")
 
 

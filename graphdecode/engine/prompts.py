@@ -133,7 +133,7 @@ class Prompts:
 
     def stage(self, chunks: Sequence[PromptChunk]) -> None:
         """Write chunks into the slots."""
-        staged, setting = self.buffers.staged(_CHUNKS), self._setting
+        staged, setting = self.buffers.host_batch(_CHUNKS), self._setting
         tokens, rows, positions = staged.tokens.numpy(), staged.rows.numpy(), staged.positions.numpy()
         cu_seqlens_q, cu_seqlens_kv = staged.cu_seqlens_q.numpy(), staged.cu_seqlens_kv.numpy()
         state_rows, page_table = staged.state_rows.numpy(), staged.page_table.numpy()

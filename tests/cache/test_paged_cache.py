@@ -164,14 +164,14 @@ def test_unknown_and_known_ids_are_errors():
     ):
         with pytest.raises(UnknownSequenceError, match="'b'"):
             call()
-    with pytest.raises(ValueError, match="already"):
+    with pytest.raises(ValueError, match="'a'"):
         cache.add("a", [])
 
 
 def test_lengths_past_a_row_or_its_pages_are_errors():
     cache = make(max_pages_per_row=4)
     cache.add("a", [])
-    with pytest.raises(ValueError, match=r"'a' must be in 0\.\.16 \(4 pages of 4 tokens\), got 17"):
+    with pytest.raises(ValueError, match=r"'a' .*0\.\.16 .*17"):
         cache.reserve("a", 17)
     cache.reserve("a", 8)
     for call in (
@@ -179,15 +179,15 @@ def test_lengths_past_a_row_or_its_pages_are_errors():
         lambda: cache.truncate("a", -1),
         lambda: cache.publish("a", 9, [0] * 9),
     ):
-        with pytest.raises(ValueError, match=r"'a' must be in 0\.\.8 \(2 pages"):
+        with pytest.raises(ValueError, match=r"'a' .*0\.\.8 "):
             call()
-    with pytest.raises(ValueError, match="the first 8 tokens, got 7"):
+    with pytest.raises(ValueError, match="token_ids .*8 .*7"):
         cache.publish("a", 8, [0] * 7)
 
 
 @pytest.mark.parametrize("size", ["num_layers", "page_size", "max_pages_per_row"])
 def test_invalid_sizes_are_refused_by_name(size):
-    with pytest.raises(ValueError, match=rf"{size} must be an integer >= 1, got 0"):
+    with pytest.raises(ValueError, match=rf"{size} .*0"):
         make(**{size: 0})
 
 
@@ -235,7 +235,7 @@ def test_surplus_pages_stay_with_their_sequence(ledger: PageLedger) -> None:
 
 def test_surplus_pages_of_a_sequence_are_not_available(ledger: PageLedger) -> None:
     before = {name: list(pages) for name, pages in ledger.pages.items()}
-    with pytest.raises(CacheFullError, match="2 more pages are needed, 1 of 6 are available"):
+    with pytest.raises(CacheFullError, match="2 .*1 of 6"):
         ledger.exchange([], [("a", 1), ("c", 3 * PAGE)])
     assert ledger.pages == before
 
@@ -243,7 +243,7 @@ def test_surplus_pages_of_a_sequence_are_not_available(ledger: PageLedger) -> No
 def test_pages_of_leaving_sequences_serve_new_ones(ledger: PageLedger) -> None:
     ledger.exchange(["a"], [("d", 3 * PAGE)])
     assert {name: len(pages) for name, pages in ledger.pages.items()} == {"b": 2, "c": 1, "d": 3}
-    with pytest.raises(CacheFullError, match="4 more pages are needed, 3 of 6 are available"):
+    with pytest.raises(CacheFullError, match="4 .*3 of 6"):
         ledger.exchange(["d"], [("e", 4 * PAGE)])
     assert len(ledger.pages["d"]) == 3
 
@@ -319,7 +319,7 @@ def test_a_sequence_without_a_ring_is_refused_and_changes_nothing() -> None:
     cache = cache_of(rings())
     for name in range(3):
         cache.add(name, None)
-    with pytest.raises(CacheFullError, match="all 3 rows of states are in use"):
+    with pytest.raises(CacheFullError, match="3 rows"):
         cache.add(3, None)
     cache.free(1)
     assert cache.add(3, None) == 0

@@ -52,7 +52,7 @@ def test_ranks_that_differ_before_collectives_exist_are_refused() -> None:
     settings = GroupSettings(2, "cpu", "gloo", 60.0, 1, ("127.0.0.1", 1))
     (here, there), (life, their_life) = socket.socketpair(), socket.socketpair()
     Link(there).send(Message(REPLY, (0, 0, 0), b"leaves the group"))
-    with pytest.raises(RankError, match="rank 0 joins the group, and rank 1 leaves the group"):
+    with pytest.raises(RankError, match="rank 0 .*rank 1 "):
         Leader(settings, [Link(here)], [life], None, [])
     there.close()
     their_life.close()
@@ -152,7 +152,7 @@ def test_a_stopped_rank_that_reads_nothing_blocks_no_other() -> None:
     _, board = new_board(2, 60.0)
     leader = Leader(settings, [Link(here)], [life], board, [])
     threading.Timer(0.2, their_life.close).start()
-    with pytest.raises(RankError, match="rank 1 of 2 died"):
+    with pytest.raises(RankError, match="rank 1 of 2"):
         leader.send(3, payload=bytes(1 << 24))
     leader.close()
     there.close()
@@ -172,5 +172,5 @@ def test_an_error_of_all_ranks_names_no_rank(pair: Pair) -> None:
     leader, follower = pair
     follower.fail("no such model")
     leader.explain(ArgumentError("no such model"))
-    with pytest.raises(RankError, match=r"rank [01] of 2 failed: .*no such model"):
+    with pytest.raises(RankError, match=r"rank [01] of 2 .*no such model"):
         leader.check()

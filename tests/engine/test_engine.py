@@ -68,13 +68,13 @@ def test_events_have_each_token_once_and_a_finish_reason(engine: Engine) -> None
     ("request_", "words"),
     [
         (Request([]), "empty"),
-        (Request([97] * 64), "64 tokens; with one token to generate, at most 63"),
+        (Request([97] * 64), "prompt .*64.* 63 "),
         (Request([97, 259]), r"0\.\.258, got \[259\]"),
         (Request([-1]), r"0\.\.258, got \[-1\]"),
-        (Request([97], SamplingParams(stop="x")), "stop must be resolved above it"),
-        (Request([97], SamplingParams(n=2)), "n must be 1, got 2"),
-        (Request([97], SamplingParams(stop_token_ids=[259])), "stop_token_ids names"),
-        (Request([97], SamplingParams(logit_bias={10**6: 1.0})), "logit_bias names"),
+        (Request([97], SamplingParams(stop="x")), "stop .*'x'"),
+        (Request([97], SamplingParams(n=2)), "n .*2$"),
+        (Request([97], SamplingParams(stop_token_ids=[259])), "stop_token_ids .*259"),
+        (Request([97], SamplingParams(logit_bias={10**6: 1.0})), "logit_bias .*1000000"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -301,7 +301,7 @@ def test_a_stream_with_a_low_priority_overtakes(make_llm: MakeLLM) -> None:
 @pytest.mark.parametrize("priority", [[1, 2], [1.5], ["a"], [True], [2**63]], ids=str)
 def test_invalid_priorities_are_refused(make_llm: MakeLLM, priority: list) -> None:
     llm = make_llm(max_batch_size=1, backend="eager")
-    with pytest.raises(ArgumentError, match=r"1 prompts and 2 priority|priority must be a 64-bit integer"):
+    with pytest.raises(ArgumentError, match="priority"):
         llm.generate("a", priority=priority)
     assert not llm.engine.has_work
 

@@ -123,19 +123,19 @@ def test_a_row_without_an_allowed_token_fails_alone(llm: LLM) -> None:
 @pytest.mark.parametrize(
     ("request_", "words"),
     [
-        (Request([97], SamplingParams(logprobs=21)), r"logprobs: at most max_logprobs=20 \(section \[capacity\]"),
-        (Request([97], SamplingParams(logprobs=-1)), "logprobs: at most max_logprobs=20 .*, got 259"),
-        (Request([97], SamplingParams(prompt_logprobs=21)), "prompt_logprobs: at most max_logprobs=20"),
-        (Request([97], SamplingParams(stop_token_ids=range(128))), "stop_token_ids .*max_stop_token_ids=128.*got 129"),
-        (Request([97], SamplingParams(logit_bias=dict.fromkeys(range(1025), 1.0))), "logit_bias: .*max_logit_biases="),
-        (Request([97], bad_words_token_ids=[[1]] * 129), "bad_words: at most max_bad_words=128"),
-        (Request([97], bad_words_token_ids=[[1] * 17]), r"bad_words: each is 1\.\.16 tokens, got one of 17"),
-        (Request([97], bad_words_token_ids=[[1, 259]]), r"bad_words names \[259\]"),
-        (Request([97], SamplingParams(allowed_token_ids=[5, 259])), r"allowed_token_ids names \[259\]"),
-        (Request([97], SamplingParams(allowed_token_ids=[257], min_tokens=2)), "none of allowed_token_ids is left"),
-        (Request([97], SamplingParams(allowed_token_ids=[5]), bad_words_token_ids=[[5]]), "none of allowed_token_ids"),
-        (Request([97], SamplingParams(bad_words=["a"])), "bad_words must be resolved above it"),
-        (Request([97], SamplingParams(truncate_prompt_tokens=3)), "truncate_prompt_tokens must be None"),
+        (Request([97], SamplingParams(logprobs=21)), "logprobs.* max_logprobs=20 .*21"),
+        (Request([97], SamplingParams(logprobs=-1)), "logprobs.* max_logprobs=20 .*259"),
+        (Request([97], SamplingParams(prompt_logprobs=21)), "prompt_logprobs.* max_logprobs=20"),
+        (Request([97], SamplingParams(stop_token_ids=range(128))), "stop_token_ids .*max_stop_token_ids=128.*129"),
+        (Request([97], SamplingParams(logit_bias=dict.fromkeys(range(1025), 1.0))), "logit_bias.* max_logit_biases="),
+        (Request([97], bad_words_token_ids=[[1]] * 129), "bad_words.* max_bad_words=128"),
+        (Request([97], bad_words_token_ids=[[1] * 17]), r"bad_words.* 1\.\.16 .*17"),
+        (Request([97], bad_words_token_ids=[[1, 259]]), "bad_words .*259"),
+        (Request([97], SamplingParams(allowed_token_ids=[5, 259])), "allowed_token_ids .*259"),
+        (Request([97], SamplingParams(allowed_token_ids=[257], min_tokens=2)), "allowed_token_ids"),
+        (Request([97], SamplingParams(allowed_token_ids=[5]), bad_words_token_ids=[[5]]), "allowed_token_ids"),
+        (Request([97], SamplingParams(bad_words=["a"])), "bad_words .*'a'"),
+        (Request([97], SamplingParams(truncate_prompt_tokens=3)), "truncate_prompt_tokens .*3"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -167,7 +167,7 @@ def test_a_raised_capacity_takes_effect(next_logits: NextLogits) -> None:
         bias = {token: -50.0 for token in range(259) if token != ord("q")}
         answer = llm.generate("12+30=", SamplingParams(temperature=0.0, max_tokens=4, logit_bias=bias))[0].outputs[0]
         assert answer.text == "qqqq"
-        with pytest.raises(ArgumentError, match="bad_words: at most max_bad_words=3"):
+        with pytest.raises(ArgumentError, match="bad_words.* max_bad_words=3"):
             llm.stream("a", SamplingParams(bad_words=["q", "r", "s", "t"]))
 
 

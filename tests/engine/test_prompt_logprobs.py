@@ -109,14 +109,14 @@ def test_without_tokens_to_generate_a_prompt_may_fill_the_capacity(llm: LLM) -> 
     assert one.prompt_logprobs == [None]
     assert dict(llm.stats.batch_sizes) == before, "no step was run"
     assert llm.cache.pool.used == 0
-    with pytest.warns(RuntimeWarning, match="1 of 1 prompts"):
+    with pytest.warns(RuntimeWarning, match="1 of 1"):
         (refused,) = llm.generate([random_prompt(257, seed=5)], SCORES_ALONE, use_tqdm=False)
     assert "with none to generate, at most 256 fit" in refused.error
 
 
 @pytest.mark.parametrize("params", [{}, {"prompt_logprobs": 1, "n": 2}], ids=str)
 def test_max_tokens_0_needs_prompt_logprobs_and_one_output(params: dict[str, int]) -> None:
-    with pytest.raises(ValueError, match="max_tokens must be None or an integer >= 1 .0 with prompt_logprobs and n=1"):
+    with pytest.raises(ValueError, match="max_tokens .*prompt_logprobs and n=1"):
         SamplingParams(max_tokens=0, **params)
 
 

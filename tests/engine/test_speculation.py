@@ -435,7 +435,7 @@ def test_a_draft_model_is_named_in_the_configuration() -> None:
             assert llm.generate("rev abcd=", params, use_tqdm=False)[0].outputs[0].token_ids == expected
             if speculation == small:
                 assert llm.stats.spec_decode_num_accepted_tokens >= 8
-    with pytest.raises(ConfigError, match="needs a draft model"):
+    with pytest.raises(ConfigError, match="draft.model"):
         LLM("demo", speculation="model")
     with pytest.raises(ArgumentError, match="vocabulary"):
         LLM("demo", speculation={"method": "model", "model": "shape:llama-100m"}, **limits)

@@ -61,7 +61,7 @@ def test_a_bucket_that_cannot_be_captured_stays_eager_and_is_reported_once(buffe
         step(batch)
 
     graphs = lazy(buffers, reads_in_small_buckets)
-    with pytest.warns(RuntimeWarning, match="bucket 2 stays eager: .*test_first_use.py:.*host-read"):
+    with pytest.warns(RuntimeWarning, match="bucket 2 .*test_first_use.py:.*host-read"):
         assert graphs.replay(1) == 2
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -84,7 +84,7 @@ def test_frozen_graphs_capture_nothing_more_but_every_batch_size_runs(buffers: S
 
 
 def test_a_capture_time_that_does_not_exist_is_refused(buffers: StepBuffers) -> None:
-    with pytest.raises(ValueError, match="capture_when must be one of startup, idle, first-use, got 'later'"):
+    with pytest.raises(ValueError, match="capture_when .*'later'"):
         GraphManager(step, buffers, [8], capture_when="later")
 
 

@@ -151,7 +151,7 @@ def test_law_7_a_batch_outside_the_capacity_changes_nothing(step, buffers, weigh
     fill(buffers, seed=4)
     graphs.replay(3)
     before = {name: tensor.clone() for name, tensor in buffers.tensors.items()}
-    with pytest.raises(ValueError, match=f"got {batch_size}"):
+    with pytest.raises(ValueError, match=f"{batch_size}$"):
         graphs.replay(batch_size)
     for name, tensor in buffers.tensors.items():
         assert torch.equal(tensor, before[name]), name
@@ -185,12 +185,12 @@ def test_frozen_graphs_refuse_every_change_of_their_memory(buffers) -> None:
     graphs.capture(progress=False)
     graphs.freeze()
     before = module.weight.clone()
-    with pytest.raises(FrozenError, match="the graphs that read Linear are frozen"):
+    with pytest.raises(FrozenError, match="Linear"):
         module.load_state_dict(weights)
     assert torch.equal(module.weight, before)
     with pytest.raises(FrozenError, match="frozen"):
         graphs.capture(progress=False)
-    with pytest.raises(FrozenError, match="cannot adopt"):
+    with pytest.raises(FrozenError, match="'other'"):
         buffers.adopt("other", torch.zeros(1, device=buffers.device))
     graphs.replay(2)
     cache.resize_(1 << 16)
@@ -248,9 +248,9 @@ def test_a_hundred_captures_leave_no_memory_behind(step, buffers, weight) -> Non
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"backend": "metal"}, "backend must be one of"),
-        ({"warmup_steps": 0}, "warmup_steps must be >= 1"),
-        ({"constants": ["weight"]}, "must be a tensor, a module, .* got str"),
+        ({"backend": "metal"}, "backend .*metal"),
+        ({"warmup_steps": 0}, "warmup_steps .*0"),
+        ({"constants": ["weight"]}, "constants.* str"),
     ],
 )
 def test_impossible_options_are_refused(step, buffers, options: dict, message: str) -> None:
@@ -260,9 +260,9 @@ def test_impossible_options_are_refused(step, buffers, options: dict, message: s
 
 def test_a_backend_or_ladder_that_does_not_fit_the_buffers_is_refused(step, buffers, weight) -> None:
     other = "recorded" if buffers.device.type == "cuda" else "cuda"
-    with pytest.raises(ValueError, match=f"backend '{other}' does not work on {buffers.device.type}"):
+    with pytest.raises(ValueError, match=f"backend '{other}' .*{buffers.device.type}"):
         manager(step, buffers, weight, backend=other)
-    with pytest.raises(ValueError, match="the ladder goes up to 16 rows, the buffers hold 8"):
+    with pytest.raises(ValueError, match="ladder .*16 .*8"):
         GraphManager(step, buffers, BucketLadder([1], 16))
 
 
@@ -276,7 +276,7 @@ def test_an_invalid_batch_size_is_refused_with_its_value(batch_size):
     buffers, graphs = make_graphs()
     graphs.capture(progress=False)
     for call in (graphs.replay, graphs.run_eager, graphs.bucket_for):
-        with pytest.raises(ValueError, match=r"1\.\.max_batch_size=2, got "):
+        with pytest.raises(ValueError, match=r"1\.\.max_batch_size=2"):
             call(batch_size)
     assert not buffers.x.any()
 

@@ -87,7 +87,7 @@ def test_law_5_the_halves_give_the_bits_of_the_whole(buffers: StepBuffers, backe
 def test_a_whole_step_does_not_wait_for_host_work(buffers: StepBuffers) -> None:
     graphs = made(buffers)
     before = {name: tensor.clone() for name, tensor in buffers.tensors.items()}
-    with pytest.raises(RuntimeError, match="does not run in halves"):
+    with pytest.raises(RuntimeError, match="halves"):
         graphs.run(StepShape(3), meanwhile=lambda: None)
     assert all(torch.equal(tensor, before[name]) for name, tensor in buffers.tensors.items())
 
@@ -118,7 +118,7 @@ def test_halves_that_cannot_be_captured_stay_eager(buffers: StepBuffers) -> None
         choose(batch)
 
     graphs = made(buffers, [8], PARTS | {"choose": reads})
-    with pytest.warns(RuntimeWarning, match="the halves of bucket 8 stay eager: .*host-read"):
+    with pytest.warns(RuntimeWarning, match="halves of bucket 8 .*host-read"):
         graphs.run(StepShape(8, part="logits"), meanwhile=lambda: None)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -165,5 +165,5 @@ def test_an_error_of_host_work_is_raised_and_the_next_step_runs(buffers: StepBuf
 
 def test_halves_of_a_table_without_halves_are_refused(buffers: StepBuffers) -> None:
     graphs = made(buffers, [8], {"whole": whole})
-    with pytest.raises(ValueError, match="no step runs in part .logits."):
+    with pytest.raises(ValueError, match="part 'logits'"):
         graphs.run(StepShape(1, part="logits"), meanwhile=lambda: None)

@@ -210,12 +210,12 @@ def test_a_bucket_captured_at_first_use_loops_before_and_after(device: str) -> N
 def test_impossible_loops_are_refused_with_the_slots_name() -> None:
     buffers = make_buffers("cpu")
     for loop, message in [
-        (Loop(0), "max_steps of a loop must be >= 1, got 0"),
-        (Loop(4, running="value"), "'value' to be an unstaged slot"),
-        (Loop(4, limit="nowhere"), "'nowhere' to be an unstaged slot"),
-        (Loop(4, count="time"), "'time' to be an unstaged slot"),
-        (Loop(4, running="staged"), "'staged' to be an unstaged slot"),
-        (Loop(4, count="loop_limit"), "three slots"),
+        (Loop(0), "max_steps .*0"),
+        (Loop(4, running="value"), "'value'"),
+        (Loop(4, limit="nowhere"), "'nowhere'"),
+        (Loop(4, count="time"), "'time'"),
+        (Loop(4, running="staged"), "'staged'"),
+        (Loop(4, count="loop_limit"), "count .*loop_limit"),
     ]:
         with pytest.raises(ValueError, match=message):
             GraphManager(step, buffers, [ROWS], loop=loop)
@@ -224,7 +224,7 @@ def test_impossible_loops_are_refused_with_the_slots_name() -> None:
 @pytest.mark.parametrize("num_steps", [0, -1, 65, None, "2", 2.0, True])
 def test_law_7_an_impossible_number_of_steps_changes_nothing(countdown: Countdown, num_steps: int) -> None:
     countdown.start([5])
-    with pytest.raises(ValueError, match=rf"num_steps must be in 1\.\.max_steps=64, got {num_steps!r}"):
+    with pytest.raises(ValueError, match=rf"num_steps .*1\.\.max_steps=64.*{num_steps!r}"):
         countdown.graphs.launch(1, num_steps)
     with pytest.raises(ValueError, match=r"1\.\.max_batch_size=8"):
         countdown.graphs.launch(ROWS + 1, 3)
@@ -243,7 +243,7 @@ def test_a_manager_without_a_loop_launches_none(device: str) -> None:
 
 def test_a_launch_before_the_capture_is_an_error(device: str) -> None:
     graphs = GraphManager(step, make_buffers(device), [ROWS], loop=Loop(4))
-    with pytest.raises(RuntimeError, match="call capture"):
+    with pytest.raises(RuntimeError, match="capture"):
         graphs.launch(1, 1)
 
 
@@ -335,14 +335,14 @@ def test_the_condition_is_compiled_for_the_device_and_the_program_is_given_back(
 def test_a_compiler_that_refuses_is_quoted(monkeypatch: pytest.MonkeyPatch, call: str) -> None:
     fake = FakeNvrtc(failing=call)
     monkeypatch.setattr(cuda_loop, "nvrtc", fake)
-    with pytest.raises(RuntimeError, match="NVRTC refused to compile the loop's condition: REFUSED"):
+    with pytest.raises(RuntimeError, match="REFUSED"):
         cuda_loop.compile_condition((12, 0))
     assert ("nvrtcDestroyProgram" in fake.calls) == (call != "nvrtcCreateProgram")
 
 
 def test_without_cuda_python_the_condition_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_loop, "nvrtc", None)
-    with pytest.raises(RuntimeError, match="cuda-python is not installed"):
+    with pytest.raises(RuntimeError, match="cuda-python"):
         cuda_loop.compile_condition((9, 0))
 
 

@@ -87,7 +87,7 @@ def test_a_strict_manager_refuses_to_replay_what_the_audit_finds() -> None:
     model = Model(strict=True)
     model.graphs.replay(2)
     replace_parameter(model)
-    with pytest.raises(StalePointerError, match=r"constants\[0\]\.weight has other memory now"):
+    with pytest.raises(StalePointerError, match=r"constants\[0\]\.weight"):
         model.graphs.replay(3)
 
 
@@ -96,7 +96,7 @@ def test_a_strict_manager_refuses_in_the_middle_of_a_steady_batch_too() -> None:
     model.graphs.replay(2)
     replace_parameter(model)
     before = model.buffers.y.clone()
-    with pytest.raises(StalePointerError, match=r"constants\[0\]\.weight has other memory now"):
+    with pytest.raises(StalePointerError, match=r"constants\[0\]\.weight"):
         model.graphs.replay(2)
     assert torch.equal(model.buffers.y, before), "law 7: nothing ran"
 

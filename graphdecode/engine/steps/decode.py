@@ -199,7 +199,7 @@ class DecodeStep(Step[B]):
 
     def stage(self, rows: Sequence[RowInputs]) -> None:
         """Write the rows: last token, position, sampling parameters, and token counts for penalties."""
-        count, staged = len(rows), self.buffers.staged(ROWS)
+        count, staged = len(rows), self.buffers.host_batch(ROWS)
         self._stage_guides(staged, rows)
         staged.tokens.numpy()[:count] = [inputs.token_ids[-1] for inputs in rows]
         staged.pre_step_seqlens.numpy()[:count] = [len(inputs.token_ids) - 1 for inputs in rows]
@@ -211,7 +211,7 @@ class DecodeStep(Step[B]):
             staged.state_rows.numpy()[:count] = state_rows
         if staged.adapters is not None:
             staged.adapters.numpy()[:count] = [inputs.memory.adapter for inputs in rows]
-        table = self.buffers.staged(ROLLING).rolling_table if rolling is not None else None
+        table = self.buffers.host_batch(ROLLING).rolling_table if rolling is not None else None
         if rolling is not None and table is not None:
             for row, state_row in enumerate(state_rows):
                 rolling.fill(table.numpy()[row], state_row)
@@ -249,7 +249,7 @@ class DecodeStep(Step[B]):
                 target[row, : len(value)] = value
         if flag == FLAG_BAD_WORDS:
             for row in flagged:
-                _fill_recent(self.buffers.staged(block_of(flag)).recent_tokens.numpy()[row], rows[row])
+                _fill_recent(self.buffers.host_batch(block_of(flag)).recent_tokens.numpy()[row], rows[row])
         self.buffers.upload(block_of(flag), len(rows))
 
     def _count_tokens(self, row: int, inputs: RowInputs) -> None:
@@ -261,7 +261,7 @@ class DecodeStep(Step[B]):
 
     def stage_pages(self, pages: Sequence[Sequence[int]]) -> None:
         """Write the page table."""
-        table = self.buffers.staged(PAGES).page_table.numpy()
+        table = self.buffers.host_batch(PAGES).page_table.numpy()
         for row, owned in enumerate(pages):
             fill_page_row(table[row], owned, self._setting.null_page)
         self.buffers.upload(PAGES, len(pages))

@@ -294,7 +294,7 @@ class SpeculativeStep(DecodeStep[SpeculativeBatch]):
     def stage(self, rows: Sequence[RowInputs]) -> None:
         """Write the rows as for a plain step, their history and their first drafts."""
         super().stage(rows)
-        staged, before = self.buffers.staged(HISTORY), self._staged_history
+        staged, before = self.buffers.host_batch(HISTORY), self._staged_history
         history, limits = staged.history.numpy(), staged.draft_limit.numpy()
         for row, inputs in enumerate(rows):
             tokens, begin = inputs.token_ids, 0
