@@ -148,8 +148,9 @@ class StepSlots:
 
     def record(self, kind: type[R], **others: Tensor) -> R:
         """Return a named tuple of the slots that its fields name, and of `others`."""
-        names: Any = kind
-        return kind(**{name: getattr(self, name) for name in names._fields if name not in others}, **others)
+        tuple_type: Any = kind
+        slots = vars(self) | others if others else vars(self)
+        return tuple_type._make(map(slots.__getitem__, tuple_type._fields))
 
 
 @dataclass(kw_only=True)
