@@ -127,16 +127,6 @@ class Recorder(StepTracer):
         if schema.is_own and any(is_written and not tensor.is_floating_point() for _, tensor, is_written, _ in inputs):
             self.calls[-1]()
 
-    def failing(self) -> tuple[str, tuple[str | None, int | None]] | tuple[()]:
-        """Return the first operator whose repetition raises an error, with its file and line; () if none does."""
-        for call, node in zip(self.calls, self.nodes, strict=True):
-            try:
-                with torch.inference_mode():
-                    call()
-            except Exception:
-                return node.name, (node.file, node.line)
-        return ()
-
     def _call(
         self, schema: Schema, args: tuple, kwargs: dict, result: Any, new: list[Tensor], keep_alive: list[Tensor | None]
     ) -> Callable[[], Any]:
@@ -231,7 +221,7 @@ class RecordedStepGraph(StepGraph):
         try:
             self.replay()  # the recorder has skipped most operators
         except Exception as error:
-            raise CaptureError.of(error, *recorder.failing()) from error
+            raise CaptureError.of(error) from error
         self.capture_ms = 1000 * (time.perf_counter() - began)
         self._pool = recorder.pool
         self.pool_bytes = sum(block.nbytes for block in blocks) - had
