@@ -94,20 +94,20 @@ def get_batch_indices_positions(
             f"seq_lens must have one entry less than append_indptr, got {tuple(seq_lens.shape)} and "
             f"{tuple(append_indptr.shape)}"
         )
-    for name, given in (("batch_indices", batch_indices), ("positions", positions)):
-        if given is not None:
-            require_tensors(append_indptr.device, **{name: given})
-            require_fit(name, given, (nnz,), torch.int32)
+    for name, tensor in (("batch_indices", batch_indices), ("positions", positions)):
+        if tensor is not None:
+            require_tensors(append_indptr.device, **{name: tensor})
+            require_fit(name, tensor, (nnz,), torch.int32)
     tokens = torch.arange(nnz, dtype=torch.int32, device=append_indptr.device)
-    rows, places = torch.full_like(tokens, -1), torch.zeros_like(tokens)
+    rows, row_positions = torch.full_like(tokens, -1), torch.zeros_like(tokens)
     if seq_lens.shape[0]:
         row = torch.searchsorted(append_indptr[1:].contiguous(), tokens, right=True).clamp(max=seq_lens.shape[0] - 1)
         inside = tokens < append_indptr[-1]
         rows = torch.where(inside, row, -1).to(torch.int32)
-        places = torch.where(inside, seq_lens[row] - append_indptr[row + 1] + tokens, 0).to(torch.int32)
+        row_positions = torch.where(inside, seq_lens[row] - append_indptr[row + 1] + tokens, 0).to(torch.int32)
     return (
         rows if batch_indices is None else batch_indices.copy_(rows),
-        places if positions is None else positions.copy_(places),
+        row_positions if positions is None else positions.copy_(row_positions),
     )
 
 
@@ -156,8 +156,8 @@ def append_paged_kv_cache(
     require_fit("append_value", append_value, (tokens, *v_cache.shape[2:]))
     if k_cache.stride(-1) != 1 or v_cache.stride(-1) != 1:
         raise ValueError("the last dimension of the cache must be contiguous")
-    for name, given in metadata.items():
-        require_fit(name, given, ("entries" if name.startswith("kv_") else tokens,), torch.int32)
+    for name, tensor in metadata.items():
+        require_fit(name, tensor, ("entries" if name.startswith("kv_") else tokens,), torch.int32)
     require_fit("kv_last_page_len", kv_last_page_len, (kv_indptr.shape[0] - 1,))
     paged_append(k_cache, v_cache, append_key, append_value, batch_indices, positions, kv_indices, kv_indptr)
 

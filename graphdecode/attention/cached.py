@@ -1,4 +1,4 @@
-"""Attention over what `InferenceParams.step` returns."""
+"""Attention over the results of `InferenceParams.step`."""
 
 from __future__ import annotations
 
@@ -72,8 +72,8 @@ def cached_attention(
     options = AttentionOptions(sm_scale, window_left, logits_soft_cap, sinks)
     lengths = (cu_seqlens_q[: rows + 1], cu_seqlens_kv[: rows + 1])
     if dims == 4 and q_rows.shape[1] == 1:
-        new, known = (sums.diff() for sums in lengths)
-        before = torch.where(new > 0, known, 0) - 1  # -1: the row attends to nothing
+        new, kv_lens = (sums.diff() for sums in lengths)
+        before = torch.where(new > 0, kv_lens, 0) - 1  # -1: the row attends to nothing
         if page_table is None:  # each row of the cache is one page
             page_table = torch.arange(rows, dtype=torch.int32, device=q.device).unsqueeze(1)
         attend_from_rows(

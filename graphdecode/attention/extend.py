@@ -64,7 +64,7 @@ class TokenByTokenAttention:
         for begin in range(0, q.shape[0], size):
             part = slice(begin, begin + size)
             alive = (live - begin).clamp_(0, size)
-            known = torch.arange(begin, begin + rows[part].shape[0], device=live.device) < live
-            tables = page_table.index_select(0, torch.where(known, rows[part], 0))
+            is_live = torch.arange(begin, begin + rows[part].shape[0], device=live.device) < live
+            tables = page_table.index_select(0, torch.where(is_live, rows[part], 0))
             self._attention.plan(positions[part], alive)
             self._attention.run(out[part], q[part], cache.keys, cache.values, tables, options, cache.scales)

@@ -61,6 +61,19 @@ def new_split_plan(
     return SplitPlan(ints(rows), ints(plan_size(items)), *workspace)
 
 
+def plan_rows(
+    before: Tensor, wave_items: int, num_qo_heads: int, head_dim_v: int, *, q_len: int = 1, window_left: int = -1
+) -> tuple[SplitPlan, int]:
+    """Return a plan in new tensors of rows that attend to `before` + 1 keys, int32 [rows], and its most work items."""
+    rows, device = before.shape[0], before.device
+    items = work_items(rows, wave_items)
+    work = new_split_plan(device, rows, items, num_qo_heads, head_dim_v, q_len)
+    live = torch.full((1,), rows, dtype=torch.int32, device=device)
+    sizes = PlanSizes(wave_items, window_left=window_left, q_len=q_len)
+    attention_plan(work.kv_lens, work.plan, before, live, sizes)
+    return work, items
+
+
 class PagedDecodeAttention:
     """Attention of one new token a row over a paged cache, for every layer of one step.
 

@@ -1,5 +1,5 @@
-"""All that attention does in a decode step with what the QKV product gave, in one launch: norm of queries and keys,
-rotary embedding, append of the new token to the cache, and attention over the row, split over the chip.
+"""Attention of a decode step behind the QKV product, in one launch: norm of queries and keys, rotary embedding, append
+of the new token to the cache, and attention over the row, split over the chip.
 
 The formulas are those of `rope_append` and `decode_attention`. Over an int8 cache a GPU launches these two instead.
 
@@ -45,7 +45,7 @@ _LINE = 128  # bytes that come from memory at a time
 
 
 class Angles(NamedTuple):
-    """Of a position: channels, those that they are rotated with, which of them are there, cosines and sines."""
+    """Channels, those that they are rotated with, which of them exist, cosines and sines of a position."""
 
     dims: Any
     other: Any
@@ -66,14 +66,14 @@ def _inverse_root(squares, count, eps):
 
 
 @triton.jit
-def _prefetch(own, cache, page, at, there, ROPE: tl.constexpr):
-    """Let some keys and values come into the L2 cache."""
+def _prefetch(head_cache, cache, page, at, in_bounds, ROPE: tl.constexpr):
+    """Prefetch some keys and values into the L2 cache."""
     line = tl.arange(0, 2 * ROPE.LINES)[None, :]
     at = at.to(tl.int64)
-    keys = own.k_at + (page * cache.k_page_stride + at * cache.k_token_stride)[:, None]
-    values = own.v_at + (page * cache.v_page_stride + at * cache.v_token_stride)[:, None]
+    keys = head_cache.k_at + (page * cache.k_page_stride + at * cache.k_token_stride)[:, None]
+    values = head_cache.v_at + (page * cache.v_page_stride + at * cache.v_token_stride)[:, None]
     line_in = line % ROPE.LINES * ROPE.VALUES_OF_LINE
-    prefetch(tl.where(line < ROPE.LINES, keys + line_in, values + line_in), there[:, None])
+    prefetch(tl.where(line < ROPE.LINES, keys + line_in, values + line_in), in_bounds[:, None])
 
 
 @triton.jit
@@ -123,12 +123,12 @@ def _heads_of_row(
     count = heads.kv_heads * heads.group
     k_from = source + (count + item.kv_head) * HEAD_DIM
     mine = dims < tl.where(is_last, HEAD_DIM, 0)
-    there = active[:, None] & angles.valid[None, :]
+    in_bounds = active[:, None] & angles.valid[None, :]
     new_k = tl.load(k_from + dims, mask=mine, other=0.0).to(tl.float32)
     new_y = tl.load(k_from + other, mask=mine, other=0.0).to(tl.float32)
     new_v = tl.load(k_from + heads.kv_heads * HEAD_DIM + dims, mask=mine, other=0.0)
-    x = tl.load(source + head[:, None] * HEAD_DIM + dims[None, :], mask=there, other=0.0)
-    y = tl.load(source + head[:, None] * HEAD_DIM + other[None, :], mask=there, other=0.0)
+    x = tl.load(source + head[:, None] * HEAD_DIM + dims[None, :], mask=in_bounds, other=0.0)
+    y = tl.load(source + head[:, None] * HEAD_DIM + other[None, :], mask=in_bounds, other=0.0)
     x = x.to(tl.float32)
     y = y.to(tl.float32)
     q_scale = tl.full([BLOCK_M, 1], 1.0, tl.float32)
@@ -147,8 +147,8 @@ def _heads_of_row(
 
 
 @triton.jit
-def _append(key, value, cache, page, place, kv_head, dims, appends, META: tl.constexpr, ROPE: tl.constexpr):
-    """Write a row's new key and value at a place of a page, if `appends`, and return them as the cache has them."""
+def _append(key, value, cache, page, page_offset, kv_head, dims, appends, META: tl.constexpr, ROPE: tl.constexpr):
+    """Write a row's new key and value into a page, if `appends`, and return them as the cache has them."""
     KV_BITS: tl.constexpr = META.KV_BITS
     wide_head = kv_head.to(tl.int64)
     if ROPE.IS_FP8:
@@ -159,8 +159,8 @@ def _append(key, value, cache, page, place, kv_head, dims, appends, META: tl.con
     appended = dims < tl.where(appends, META.HEAD_DIM, 0)
     k_at = cache.k_cache + wide_head * cache.k_head_stride + page * cache.k_page_stride
     v_at = cache.v_cache + wide_head * cache.v_head_stride + page * cache.v_page_stride
-    tl.store(k_at + place * cache.k_token_stride + dims, key, mask=appended)
-    tl.store(v_at + place * cache.v_token_stride + dims, value, mask=appended)
+    tl.store(k_at + page_offset * cache.k_token_stride + dims, key, mask=appended)
+    tl.store(v_at + page_offset * cache.v_token_stride + dims, value, mask=appended)
     return dequantize(key, KV_BITS, tl.float32), dequantize(value, KV_BITS, tl.float32)
 
 
@@ -186,7 +186,7 @@ def _append_attention_kernel(
 ):
     BLOCK_M: tl.constexpr = META.BLOCK_M
     item = item_of(plan, heads.kv_heads, META)
-    own_len = tl.load(kv_lens + item.item, mask=item.item < rows, other=1)
+    row_len = tl.load(kv_lens + item.item, mask=item.item < rows, other=1)
     is_planned = (item.item < item.items) & (item.row < rows)
     row = tl.where(is_planned, item.row, 0)  # a plan of before may have stood there
     kv_len = tl.where(is_planned, item.kv_len, 0)
@@ -197,7 +197,7 @@ def _append_attention_kernel(
     pages = cache.table + row.to(tl.int64) * cache.table_stride
     page = pages_of(pages, begin, end, META.PAGE_SIZE, META.BLOCK_N)
     new_page = tl.load(pages + newest // META.PAGE_SIZE, mask=is_planned & is_last, other=0).to(tl.int64)
-    own = head_pages(cache, pages, item.kv_head, META)
+    head_cache = head_pages(cache, pages, item.kv_head, META)
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     head = item.kv_head * heads.group + m
     active = m < heads.group
@@ -206,9 +206,9 @@ def _append_attention_kernel(
     if PDL:
         if begin < end:
             at = begin + tl.arange(0, META.BLOCK_N)
-            _prefetch(own, cache, page, at % META.PAGE_SIZE, at < end, ROPE)
+            _prefetch(head_cache, cache, page, at % META.PAGE_SIZE, at < end, ROPE)
         wait_and_trigger()
-    if own_len <= 0:
+    if row_len <= 0:
         clear_row(results, item.item, item.kv_head, heads, META)
     if not is_planned:
         return
@@ -220,15 +220,15 @@ def _append_attention_kernel(
     )
     queries = to_compute(queries, META.COMPUTE)
     appends = is_last & (tl.program_id(1) == 0)
-    place = (newest % META.PAGE_SIZE).to(tl.int64)
-    new_k, new_v = _append(new_k, new_v, cache, new_page, place, item.kv_head, angles.dims, appends, META, ROPE)
+    page_offset = (newest % META.PAGE_SIZE).to(tl.int64)
+    new_k, new_v = _append(new_k, new_v, cache, new_page, page_offset, item.kv_head, angles.dims, appends, META, ROPE)
     score = tl.sum(queries.to(tl.float32) * new_k[None, :], axis=1) * logits.options.sm_scale
     score = altered(score, logits, META)
     none = tl.zeros([BLOCK_M], tl.float32)
-    taken = none + tl.where(is_last, 1.0, 0.0)
+    new_total = none + tl.where(is_last, 1.0, 0.0)
     acc, total, top, _ = attend_span(
-        new_v[None, :] + none[:, None], taken, tl.where(taken > 0.0, score, -float("inf")), page,
-        queries, queries, m, m, own, begin, end, end, cache, logits, META,
+        new_v[None, :] + none[:, None], new_total, tl.where(new_total > 0.0, score, -float("inf")), page,
+        queries, queries, m, m, head_cache, begin, end, end, cache, logits, META,
         True, False, False,  # a split begins where the window does
     )  # fmt: skip
     v_unit = cache.v_unit if ROPE.IS_FP8 else 1.0

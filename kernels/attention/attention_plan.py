@@ -18,7 +18,7 @@ MOST_SPLITS = 16  # of one row: merging them is a chain of loads, and grids and 
 
 
 class PlanSizes(NamedTuple):
-    """What rows are split by."""
+    """The sizes that rows are split by."""
 
     wave_items: int  # work items that run at the same time
     # tokens of a split, for plans that do not depend on the rest of the batch; more where a row would have more than
@@ -30,7 +30,7 @@ class PlanSizes(NamedTuple):
 
 
 class PlanMeta(NamedTuple):
-    """What the kernel of a plan is compiled for: where lengths come from, how rows are split, and rows at once."""
+    """Constants of the kernel of a plan: the source of lengths, how rows are split, and rows at once."""
 
     PAGED: bool
     FIXED: bool
@@ -101,10 +101,10 @@ def _attention_plan_kernel(
             low = tl.where(fits, low, middle + 1)
             high = tl.where(fits, middle, high)
         splits = tl.cdiv(span, low * TILE)
-    own = index == row
-    count = tl.sum(tl.where(own, splits, 0))
+    is_row = index == row
+    count = tl.sum(tl.where(is_row, splits, 0))
     first = tl.sum(tl.where(index < row, splits, 0))
-    length = tl.sum(tl.where(own, tokens, 0))
+    length = tl.sum(tl.where(is_row, tokens, 0))
     tl.store(kv_lens + row, length)
     if row == 0:
         tl.store(plan, tl.sum(splits))

@@ -1,4 +1,4 @@
-"""What the attention kernels are given, and what they are compiled for, each stated once for all of them.
+"""Arguments and constants that the attention kernels share.
 
 A variant of attention is a field of `AttentionOptions`, and of `AttentionMeta` where kernels are compiled for it. A
 model's configuration makes the record, and the torch version, Triton's `altered` and C's `logits_from` take it.
@@ -19,7 +19,7 @@ _HEADS_AT_ONCE = 4  # of one program that appends
 
 
 class Pages(NamedTuple):
-    """Keys and values in pages, as kernels are given them; strides are in elements."""
+    """Keys and values in pages, as arguments of kernels; strides are in elements."""
 
     k_cache: Tensor  # the keys, see `cache_bytes`
     v_cache: Tensor  # the values
@@ -37,8 +37,8 @@ class Pages(NamedTuple):
     v_dim_stride: int
     scales_page_stride: int
     scales_head_stride: int
-    k_unit: float  # what keys of 8-bit floats are multiplied with
-    v_unit: float  # what values are multiplied with
+    k_unit: float  # multiplies keys of 8-bit floats
+    v_unit: float  # multiplies values
 
     @classmethod
     def of(
@@ -96,7 +96,7 @@ class QKNormRope(NamedTuple):
 
 
 class RopeMeta(NamedTuple):
-    """What an append to the cache is compiled for."""
+    """Constants of an append to the cache."""
 
     HALF: int  # pairs of channels that are rotated
     HEADS: int  # that a program takes, or norms, at once
@@ -115,7 +115,7 @@ class RopeMeta(NamedTuple):
 
 
 class Logits(NamedTuple):
-    """What becomes of products of queries and keys, as kernels are given it."""
+    """Options of the logits, as arguments of kernels."""
 
     options: AttentionOptions  # their scale and cap hold log2(e)
     cap_step: float = 0.0  # multiplies logits that are capped, see `altered`
@@ -124,7 +124,7 @@ class Logits(NamedTuple):
 
 
 class AttentionMeta(NamedTuple):
-    """What an attention kernel is compiled for."""
+    """Constants of an attention kernel."""
 
     HEAD_DIM: int  # channels of keys
     VALUE_DIM: int  # channels of values
@@ -177,7 +177,7 @@ def rope_dim_of(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> int:
 
 
 def can_compile(q: Tensor, k_cache: Tensor, v_cache: Tensor, *others: Tensor) -> bool:
-    """Return whether C attends with such queries over such a cache.
+    """Return whether the C kernel supports such queries and such a cache.
 
     All must be contiguous, but for latent values, and for keys in parts, whose tokens must be at equal distances.
     """

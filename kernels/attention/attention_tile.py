@@ -66,11 +66,11 @@ def quantize(x, KV_BITS: tl.constexpr, element):
 
 @triton.jit
 def int8_scale(x, axis: tl.constexpr):
-    """Return what int8 codes are multiplied with: the largest size over 127 in bf16, NaN if one is not finite."""
+    """Return the scale of int8 codes: the largest size over 127 in bf16, NaN if one is not finite."""
     size = tl.abs(x)
     most = tl.max(tl.where(size < float("inf"), size, 0.0), axis=axis)
-    are_bad = tl.sum(tl.where(size < float("inf"), 0, 1), axis=axis)
-    return tl.where(are_bad > 0, float("nan"), most / 127.0).to(tl.bfloat16)
+    non_finite = tl.sum(tl.where(size < float("inf"), 0, 1), axis=axis)
+    return tl.where(non_finite > 0, float("nan"), most / 127.0).to(tl.bfloat16)
 
 
 @triton.jit
@@ -131,7 +131,7 @@ def pages_of(pages, begin, end, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def altered(scores, logits, META: tl.constexpr):
-    """Return what a layer's options make of scaled logits, which hold log2(e).
+    """Apply a layer's options to scaled logits, which include log2(e).
 
     Capped ones are cap * log2(e) * tanh(s / (cap * log2(e))).
     """
@@ -184,14 +184,14 @@ def _dot(a, b, acc=None):
 def load_queries(q_from, dim_stride, active, META: tl.constexpr):
     """Return queries [BLOCK_M, BLOCK_D] in the compute type, and those of the channels before latent values, if any."""
     dims = tl.arange(0, META.BLOCK_D)
-    there = active[:, None] & (dims < META.HEAD_DIM - META.ROPE_DIM)[None, :]
-    queries = tl.load(q_from[:, None] + (dims + META.ROPE_DIM)[None, :] * dim_stride, mask=there, other=0.0)
+    in_bounds = active[:, None] & (dims < META.HEAD_DIM - META.ROPE_DIM)[None, :]
+    queries = tl.load(q_from[:, None] + (dims + META.ROPE_DIM)[None, :] * dim_stride, mask=in_bounds, other=0.0)
     queries = to_compute(queries, META.COMPUTE)
     rotated = queries
     if META.ROPE_DIM > 0:
         dims = tl.arange(0, META.BLOCK_R)
-        there = active[:, None] & (dims < META.ROPE_DIM)[None, :]
-        rotated = tl.load(q_from[:, None] + dims[None, :] * dim_stride, mask=there, other=0.0)
+        in_bounds = active[:, None] & (dims < META.ROPE_DIM)[None, :]
+        rotated = tl.load(q_from[:, None] + dims[None, :] * dim_stride, mask=in_bounds, other=0.0)
         rotated = to_compute(rotated, META.COMPUTE)
     return queries, rotated
 
@@ -256,12 +256,12 @@ def _masked(
     scores, at, inside, q_at, options, CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, IS_CHUNKED: tl.constexpr
 ):
     """Return -inf where a query does not see a key."""
-    seen = inside[None, :]
+    visible = inside[None, :]
     if CAUSAL:
-        seen = seen & (at[None, :] <= q_at[:, None])
+        visible = visible & (at[None, :] <= q_at[:, None])
     if HAS_WINDOW:
-        seen = seen & (at[None, :] >= window_begin(q_at, options.window_left, IS_CHUNKED)[:, None])
-    return tl.where(seen, scores, -float("inf"))
+        visible = visible & (at[None, :] >= window_begin(q_at, options.window_left, IS_CHUNKED)[:, None])
+    return tl.where(visible, scores, -float("inf"))
 
 
 # One call reads (HEAD_DIM + VALUE_DIM) * itemsize bytes for each key of the span, once for all BLOCK_M queries; latent
@@ -305,20 +305,20 @@ def attend_span(
     for start in range(begin, end, META.BLOCK_N):
         at = start + keys
         inside = at < end
-        place = at
+        page_offset = at
         next_page = page
         if META.PAGE_SIZE > 0:
-            place = at % META.PAGE_SIZE
+            page_offset = at % META.PAGE_SIZE
             next_page = pages_of(head.pages, start + META.BLOCK_N, last, META.PAGE_SIZE, META.BLOCK_N)
-        k_at = head.k_at + page * cache.k_page_stride + place.to(tl.int64) * cache.k_token_stride
-        v_at = head.v_at + page * cache.v_page_stride + place.to(tl.int64) * cache.v_token_stride
+        k_at = head.k_at + page * cache.k_page_stride + page_offset.to(tl.int64) * cache.k_token_stride
+        v_at = head.v_at + page * cache.v_page_stride + page_offset.to(tl.int64) * cache.v_token_stride
         if META.ROPE_DIM > 0:
             v = _load_values(v_at, inside, cache, META, IS_RAGGED)
             scores = _latent_products(q, q_high, v, k_at, inside, cache, META, IS_RAGGED) * logits.options.sm_scale
         else:
             scores = _products(q, q_high, k_at, at, inside, cache, logits, META, IS_RAGGED) * logits.options.sm_scale
         if KV_BITS == "int8":
-            scales_at = page * cache.scales_page_stride + place
+            scales_at = page * cache.scales_page_stride + page_offset
             k_unit = tl.load(head.k_scales + scales_at, mask=inside, other=0.0).to(tl.float32)
             v_unit = tl.load(head.v_scales + scales_at, mask=inside, other=0.0).to(tl.float32)
             scores = scores * k_unit[None, :]
@@ -348,9 +348,9 @@ def attend_span(
 
 
 @triton.jit
-def with_sinks(acc, total, top, sinks, head, taken):
+def with_sinks(acc, total, top, sinks, head, has_sink):
     """Add the sinks of heads to what `attend_span` returned, where they are taken: weight without a value."""
-    sink = tl.load(sinks + head, mask=taken, other=-float("inf")) * 1.4426950408889634
+    sink = tl.load(sinks + head, mask=has_sink, other=-float("inf")) * 1.4426950408889634
     new_top = tl.maximum(top, sink)
     base = tl.where(new_top == -float("inf"), 0.0, new_top)
     shrink = tl.exp2(top - base)

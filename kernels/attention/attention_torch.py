@@ -21,10 +21,10 @@ POSITION_MODES = OneOf(("NONE", "ROPE_LLAMA", "ALIBI"))
 _LANES = 16  # fp32 numbers of the widest vector
 
 
-def plain_attention(
+def math_attention(
     q: Tensor, k: Tensor, v: Tensor, *, attn_mask: Tensor | None = None, is_causal: bool = False, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Return what the fused operator returns, for a torch that has taken its name away; slower.
+    """Attend by matrix products: the fallback of torch's fused operator, with its results; slower.
 
     Args:
         q: [batch, heads, queries, head_dim].
@@ -49,7 +49,7 @@ def plain_attention(
 def _weights(logits: Tensor, least: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """Return weights [..., keys] beside the largest logit, whose own is exactly 1, their sums, and that logit [...].
 
-    It is at least `least` [...], if that is given.
+    It is at least `least` [...], unless that is None.
     """
     top = logits.amax(-1)
     top = top if least is None else torch.maximum(top, least)
@@ -58,15 +58,15 @@ def _weights(logits: Tensor, least: Tensor | None = None) -> tuple[Tensor, Tenso
 
 
 _operator = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
-_fused: Any = plain_attention if _operator is None else _operator.default
+_fused: Any = math_attention if _operator is None else _operator.default
 
 
 def flash_attention(
     q: Tensor, k: Tensor, v: Tensor, *, attn_mask: Tensor | None = None, is_causal: bool = False, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Return attention's output and log-sum-exp; see `plain_attention`."""
+    """Return attention's output and log-sum-exp; see `math_attention`."""
     # of fewer keys than a vector has lanes, the fused operator takes logits that are no numbers for keys not seen
-    attend = plain_attention if k.shape[-2] < _LANES else _fused
+    attend = math_attention if k.shape[-2] < _LANES else _fused
     return attend(q, k, v, attn_mask=attn_mask, is_causal=is_causal, scale=scale)
 
 
@@ -76,14 +76,14 @@ _SCORE_BLOCK = 1 << 22  # most scores that the general path holds at once
 
 
 class Positions(NamedTuple):
-    """How attention itself takes in positions."""
+    """The position encoding that attention itself applies."""
 
     position_mode: Annotated[str, POSITION_MODES] = "NONE"  # one of `POSITION_MODES`
     rope_scale: float = 1.0  # divides the rotation angles
     rope_theta: float = 1e4  # base of the rotation frequencies
 
 
-def first_seen(kv_len: int, queries: int, options: AttentionOptions) -> int:
+def first_visible(kv_len: int, queries: int, options: AttentionOptions) -> int:
     """Return the first position of a row that any of its newest queries sees."""
     return max(window_begin(kv_len - queries, options), 0) if options.window_left >= 0 else 0
 
@@ -111,17 +111,17 @@ def row_entries(
     """
     page_size = k_cache.shape[1]
     first = begin // page_size
-    own = pages[first : (end - 1) // page_size + 1]
-    listed = own.tolist()
+    row_pages = pages[first : (end - 1) // page_size + 1]
+    listed = row_pages.tolist()
     if listed and not 0 <= min(listed) <= max(listed) < k_cache.shape[0]:
         raise ValueError(f"pages must be in 0..{k_cache.shape[0] - 1}, got {min(listed)}..{max(listed)}")
     begin -= first * page_size
     end -= first * page_size
     if scales is not None:
-        chosen = torch.from_numpy(own).long()
+        chosen = torch.from_numpy(row_pages).long()
         k, v = (
-            decoded(cache[chosen], own_scales[chosen]).flatten(0, 1)[begin:end].transpose(0, 1).unsqueeze(0)
-            for cache, own_scales in zip((k_cache, v_cache), scales, strict=True)
+            decoded(cache[chosen], cache_scales[chosen]).flatten(0, 1)[begin:end].transpose(0, 1).unsqueeze(0)
+            for cache, cache_scales in zip((k_cache, v_cache), scales, strict=True)
         )
         return k, v
     if len(listed) == 1:
@@ -129,7 +129,7 @@ def row_entries(
     consecutive = listed[-1] - listed[0] == len(listed) - 1 and listed == list(range(listed[0], listed[-1] + 1))
     if consecutive and k_cache.is_contiguous() and v_cache.is_contiguous():
         return _view(k_cache, listed[0], begin, end), _view(v_cache, listed[0], begin, end)
-    chosen = torch.from_numpy(own)
+    chosen = torch.from_numpy(row_pages)
     return _gathered(k_cache, chosen, begin, end), _gathered(v_cache, chosen, begin, end)
 
 
@@ -183,9 +183,9 @@ def attend_row(
             channels than queries, those before the values, which are the others.
         v: [1, hkv, m, dv] values of the same positions.
         kv_len: the row's length in tokens.
-        options: what becomes of the logits, scales of queries and keys included.
+        options: options of the logits, scales of queries and keys included.
         v_scale: multiplies the output.
-        positions: what attention itself makes of them.
+        positions: the position encoding.
 
     Returns:
         The output [1, hkv, n, group, dv] in q's dtype, and the natural log-sum-exp, fp32 [1, hkv, n, group].
@@ -193,8 +193,8 @@ def attend_row(
     _, heads, queries, group, dim = q.shape
     keys = k.shape[2]
     # a fused kernel scales logits at most, and a log-sum-exp that is rounded tells little of a sink's weight
-    is_plain = options.logits_soft_cap <= 0.0 and positions.position_mode == "NONE" and options.sinks is None
-    fused = is_plain and dim == v.shape[-1] and q.dtype.itemsize > 1 and keys >= queries
+    is_fusable = options.logits_soft_cap <= 0.0 and positions.position_mode == "NONE" and options.sinks is None
+    fused = is_fusable and dim == v.shape[-1] and q.dtype.itemsize > 1 and keys >= queries
     if fused:
         if queries == 1:
             one = q.view(1, heads, group, dim)
@@ -260,8 +260,8 @@ def _attend_in_float32(q: Tensor, k: Tensor, v: Tensor, sm_scale: float) -> tupl
 
 def _visible(q_at: Tensor, k_at: Tensor, options: AttentionOptions) -> Tensor:
     """Return which keys each query sees, bool [queries, keys], given the positions of both."""
-    seen = q_at.unsqueeze(1) >= k_at
-    return seen & (window_begin(q_at, options).unsqueeze(1) <= k_at) if options.window_left >= 0 else seen
+    visible = q_at.unsqueeze(1) >= k_at
+    return visible & (window_begin(q_at, options).unsqueeze(1) <= k_at) if options.window_left >= 0 else visible
 
 
 def _fused_causal(q: Tensor, k: Tensor, v: Tensor, kv_len: int, options: AttentionOptions) -> tuple[Tensor, Tensor]:
@@ -270,18 +270,18 @@ def _fused_causal(q: Tensor, k: Tensor, v: Tensor, kv_len: int, options: Attenti
     mask = None
     if keys != queries or options.window_left >= 0 or queries <= _FOLDED_QUERIES:
         q_at, k_at = (torch.arange(kv_len - count, kv_len, device=q.device) for count in (queries, keys))
-        seen = _visible(q_at, k_at, options)
-        mask = torch.zeros(seen.shape, dtype=q.dtype, device=q.device).masked_fill_(~seen, -math.inf)
+        visible = _visible(q_at, k_at, options)
+        mask = torch.zeros(visible.shape, dtype=q.dtype, device=q.device).masked_fill_(~visible, -math.inf)
     if queries <= _FOLDED_QUERIES:
         folded = q.reshape(1, heads, queries * group, dim)
         mask = None if mask is None else mask.repeat_interleave(group, dim=0)
         out, lse = flash_attention(folded, k, v, attn_mask=mask, scale=options.scale_of(dim))
         return out.reshape(1, heads, queries, group, dim), lse.reshape(1, heads, queries, group)
-    apart = q[0].transpose(1, 2)  # [hkv, group, queries, d]
+    per_head = q[0].transpose(1, 2)  # [hkv, group, queries, d]
     shared_k = k[0].unsqueeze(1).expand(heads, group, keys, dim)
     shared_v = v[0].unsqueeze(1).expand(heads, group, keys, dim)
     out, lse = flash_attention(
-        apart, shared_k, shared_v, is_causal=mask is None, attn_mask=mask, scale=options.scale_of(dim)
+        per_head, shared_k, shared_v, is_causal=mask is None, attn_mask=mask, scale=options.scale_of(dim)
     )
     return out.transpose(1, 2).unsqueeze(0), lse.transpose(1, 2).unsqueeze(0)
 

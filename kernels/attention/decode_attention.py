@@ -35,12 +35,12 @@ from .attention_tile import (
     rotate,
     to_compute,
 )
-from .attention_torch import Positions, attend_row, first_seen, row_entries
+from .attention_torch import Positions, attend_row, first_visible, row_entries
 from .work_item import Heads, Results, SplitPlan, clear_row, deliver, item_of, merge_sizes, span_of
 
 
 class _Strides(NamedTuple):
-    """Of queries, in elements."""
+    """Strides of queries, in elements."""
 
     token: int
     head: int
@@ -54,9 +54,9 @@ def _queries(q, strides, token, head, active, q_at, logits, META: tl.constexpr):
     dims = tl.arange(0, META.BLOCK_D)
     if META.MODE == "ROPE_LLAMA":
         HALF: tl.constexpr = META.HEAD_DIM // 2
-        there = active[:, None] & (dims < HALF)[None, :]
-        low = tl.load(q_from[:, None] + dims[None, :] * strides.dim, mask=there, other=0.0).to(tl.float32)
-        high = tl.load(q_from[:, None] + (dims + HALF)[None, :] * strides.dim, mask=there, other=0.0).to(tl.float32)
+        in_bounds = active[:, None] & (dims < HALF)[None, :]
+        low = tl.load(q_from[:, None] + dims[None, :] * strides.dim, mask=in_bounds, other=0.0).to(tl.float32)
+        high = tl.load(q_from[:, None] + (dims + HALF)[None, :] * strides.dim, mask=in_bounds, other=0.0).to(tl.float32)
         low, high = rotate(low, high, q_at[:, None], dims[None, :], logits.rope_step, logits.rope_scale)
         queries = to_compute(low, META.COMPUTE)
         queries_high = to_compute(high, META.COMPUTE)
@@ -110,8 +110,8 @@ def decode_attention_triton(
     """Launch the kernel; see `decode_attention` for the arguments."""
     heads = Heads(q_len, q.shape[1] // k_cache.shape[2], k_cache.shape[2])
     queries, head_dim = heads.group * q_len, q.shape[-1]
-    own_dim = head_dim - rope_dim_of(q, k_cache, v_cache)
-    tile = decode_tile(queries, own_dim, v_cache.shape[-1], q.dtype, k_cache.dtype)
+    nope_dim = head_dim - rope_dim_of(q, k_cache, v_cache)
+    tile = decode_tile(queries, nope_dim, v_cache.shape[-1], q.dtype, k_cache.dtype)
     tile |= merge_sizes(queries, tile)
     mode, *rope = positions
     if mode == "ROPE_LLAMA":
@@ -170,9 +170,9 @@ def decode_attention(
         work: the plan of the rows, and its workspace.
         q_len: queries a row, causal among themselves.
         max_items: what the plan was sized for (`work_items`).
-        options: what becomes of the logits, the scale of fp8 keys included.
+        options: options of the logits, the scale of fp8 keys included.
         v_scale: multiplies the output.
-        positions: how attention itself takes them in.
+        positions: how attention itself encodes them.
         scales: of the entries of an int8 cache; else None.
     """
     rows = q.shape[0] // q_len
@@ -188,9 +188,9 @@ def decode_attention(
             if row_lses is not None:
                 row_lses[row].fill_(-math.inf)
             continue
-        begin = first_seen(kv_len, q_len, options)
-        own = pages[row] if starts is None else pages[starts[row] :]
-        k, v = row_entries(k_cache, v_cache, own, begin, kv_len, scales)
+        begin = first_visible(kv_len, q_len, options)
+        row_pages = pages[row] if starts is None else pages[starts[row] :]
+        k, v = row_entries(k_cache, v_cache, row_pages, begin, kv_len, scales)
         result, row_lse = attend_row(row_queries[row], k, v, kv_len, options, v_scale, positions)
         row_outs[row].copy_(result[0].transpose(0, 1))
         if row_lses is not None:

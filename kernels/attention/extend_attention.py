@@ -34,7 +34,7 @@ from .attention_tile import (
     window_begin,
     with_sinks,
 )
-from .attention_torch import attend_row, first_seen, row_entries
+from .attention_torch import attend_row, first_visible, row_entries
 
 _LEAST_BLOCK_ROWS = 256  # rows among which a program looks for its own; one code up to as many
 
@@ -103,19 +103,19 @@ def _extend_attention_kernel(
         begin = tl.maximum(window_begin(first, logits.options.window_left, META.IS_CHUNKED), 0)
     pages = cache.table + row.to(tl.int64) * cache.table_stride
     page = pages_of(pages, begin, end, META.PAGE_SIZE, META.BLOCK_N)
-    own = head_pages(cache, pages, kv_head, META)
+    head_cache = head_pages(cache, pages, kv_head, META)
     acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     top = tl.full([BLOCK_M], -float("inf"), tl.float32)
     if not META.HAS_WINDOW and BLOCK_M == 128:  # whole tiles that all queries see need no mask
         ragged = tl.maximum((first + 1) // META.BLOCK_N, 0) * META.BLOCK_N
         acc, total, top, page = attend_span(
-            acc, total, top, page, queries, rotated, q_at, q_at, own, begin, ragged, end, cache, logits, META,
+            acc, total, top, page, queries, rotated, q_at, q_at, head_cache, begin, ragged, end, cache, logits, META,
             False, True, META.HAS_WINDOW,
         )  # fmt: skip
         begin = ragged
     acc, total, top, page = attend_span(
-        acc, total, top, page, queries, rotated, q_at, q_at, own, begin, end, end, cache, logits, META,
+        acc, total, top, page, queries, rotated, q_at, q_at, head_cache, begin, end, end, cache, logits, META,
         True, True, META.HAS_WINDOW,
     )  # fmt: skip
     if META.HAS_SINKS:
@@ -123,12 +123,12 @@ def _extend_attention_kernel(
     norm = tl.where(total == 0.0, 1.0, total)
     values = tl.arange(0, BLOCK_V)
     result = (acc / norm[:, None] * cache.v_unit).to(rows.out.dtype.element_ty)
-    place = rows.out + row_of * rows.out_row + token * rows.out_token + head * rows.out_head
-    kept = active[:, None] & (values < META.VALUE_DIM)[None, :]
-    tl.store(place[:, None] + values[None, :] * rows.out_dim, result, mask=kept)
+    target = rows.out + row_of * rows.out_row + token * rows.out_token + head * rows.out_head
+    in_bounds = active[:, None] & (values < META.VALUE_DIM)[None, :]
+    tl.store(target[:, None] + values[None, :] * rows.out_dim, result, mask=in_bounds)
     if META.HAS_LSE:
-        place = rows.lse + row_of * rows.lse_row + token * rows.lse_token + head * rows.lse_head
-        tl.store(place, top + tl.log2(norm), mask=active)
+        target = rows.lse + row_of * rows.lse_row + token * rows.lse_token + head * rows.lse_head
+        tl.store(target, top + tl.log2(norm), mask=active)
 
 
 def queries_at_once(device: torch.device) -> int:
@@ -145,8 +145,8 @@ def extend_attention_triton(
     packed = q.dim() == 3
     kv_heads, head_dim = k_cache.shape[2], q.shape[-1]
     group = q.shape[-2] // kv_heads
-    own_dim = head_dim - rope_dim_of(q, k_cache, v_cache)
-    tile = tile_sizes(queries_at_once(q.device), own_dim, v_cache.shape[-1], q.dtype, k_cache.dtype)
+    nope_dim = head_dim - rope_dim_of(q, k_cache, v_cache)
+    tile = tile_sizes(queries_at_once(q.device), nope_dim, v_cache.shape[-1], q.dtype, k_cache.dtype)
     table = page_table if page_table is not None else torch.arange(count, dtype=torch.int32, device=q.device)
     meta = meta_of(
         q, k_cache, v_cache, tile, options, HAS_LSE=lse is not None,
@@ -196,7 +196,7 @@ def extend_attention(
         cu_seqlens_q: int32 [rows + 1], queries of each row, cumulative.
         cu_seqlens_kv: int32 [rows + 1], tokens of each row, queries included, cumulative.
         page_table: int32 [rows, max_pages]; None where page i of the cache is row i.
-        options: what becomes of the logits, the scale of fp8 keys included.
+        options: options of the logits, the scale of fp8 keys included.
         v_scale: multiplies the output.
         scales: of the entries of an int8 cache; else None.
     """
@@ -216,10 +216,10 @@ def extend_attention(
             if lse is not None:
                 lse[chosen].fill_(-float("inf"))
             continue
-        first = first_seen(kv_len, queries, options)
-        own = np.array([row], dtype=np.int32) if pages is None else pages[row]
+        first = first_visible(kv_len, queries, options)
+        row_pages = np.array([row], dtype=np.int32) if pages is None else pages[row]
         row_q = q[chosen].unflatten(1, (kv_heads, -1)).transpose(0, 1).unsqueeze(0)  # [1, hkv, queries, group, d]
-        k, v = row_entries(k_cache, v_cache, own, first, kv_len, scales)
+        k, v = row_entries(k_cache, v_cache, row_pages, first, kv_len, scales)
         result, row_lse = attend_row(row_q, k, v, kv_len, options, v_scale)
         row_out.unflatten(1, (kv_heads, -1)).copy_(result[0].transpose(0, 1))
         if lse is not None:

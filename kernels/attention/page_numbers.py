@@ -32,15 +32,15 @@ def check_page_numbers(
         if tokens.size and not 0 <= tokens.min() <= tokens.max() <= most:
             raise ValueError(f"seq_lens must be in 0..{most}, what the pages of a row hold, got {tokens.tolist()}")
         counts = -(-tokens // page_size)
-        place = np.broadcast_to(np.arange(numbers.shape[1]), numbers.shape)
+        page_index = np.broadcast_to(np.arange(numbers.shape[1]), numbers.shape)
         counts, first = counts[:, None], tokens[:, None] - window
     else:
         starts = indptr.numpy().astype(np.int64)
         of_row = np.diff(starts)
         first = np.repeat((of_row - 1) * page_size + tokens - window, of_row)
         numbers = numbers[: len(first)]
-        place, counts = np.arange(len(first)) - np.repeat(starts[:-1], of_row), np.repeat(of_row, of_row)
-    read = numbers[(place < counts) & (place >= (first // page_size if window else 0))]
+        page_index, counts = np.arange(len(first)) - np.repeat(starts[:-1], of_row), np.repeat(of_row, of_row)
+    read = numbers[(page_index < counts) & (page_index >= (first // page_size if window else 0))]
     if read.size and not 0 <= read.min() <= read.max() < num_pages:
         name = "block_tables" if indptr is None else "indices"
         raise ValueError(f"pages must be in 0..{num_pages - 1}, got {read.min()}..{read.max()} in {name}")

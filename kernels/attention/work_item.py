@@ -40,7 +40,7 @@ class SplitPlan(NamedTuple):
 
 
 class Results(NamedTuple):
-    """Where a decode kernel's results go, those of splits among them."""
+    """The outputs of a decode kernel, partial results of splits included."""
 
     out: Tensor
     lse: Tensor | None
@@ -50,7 +50,7 @@ class Results(NamedTuple):
 
 
 class Heads(NamedTuple):
-    """How many queries a row has, query heads a kv head, and kv heads."""
+    """Queries a row, query heads a kv head, and kv heads."""
 
     q_len: int
     group: int
@@ -58,7 +58,7 @@ class Heads(NamedTuple):
 
 
 class Item(NamedTuple):
-    """A work item of one kv head, as its program finds it."""
+    """A work item of one kv head."""
 
     item: Any
     kv_head: Any
@@ -73,30 +73,30 @@ class Item(NamedTuple):
 def item_of(plan, kv_heads, META: tl.constexpr):
     """Return the work item of a program; the items' heads are neighbours in the grid."""
     item = tl.program_id(0) // kv_heads
-    found = plan + META.HEADER + item * 4
+    entry = plan + META.HEADER + item * 4
     items = tl.load(plan)
-    row = tl.load(found)
-    split = tl.load(found + 1)
-    splits = tl.load(found + 2)
-    return Item(item, tl.program_id(0) % kv_heads, items, row, split, splits, tl.load(found + 3))
+    row = tl.load(entry)
+    split = tl.load(entry + 1)
+    splits = tl.load(entry + 2)
+    return Item(item, tl.program_id(0) % kv_heads, items, row, split, splits, tl.load(entry + 3))
 
 
 @triton.jit
-def _place_of(row, m, kv_head, heads):
-    """Return where the results of queries times heads `m` of a row, or of a work item, are for a kv head."""
+def _flat_rows(row, m, kv_head, heads):
+    """Return the indices of queries times heads `m` of a row, or of a work item, for a kv head, in [queries, heads]."""
     token = row * heads.q_len + m // heads.group
     return token.to(tl.int64) * (heads.kv_heads * heads.group) + kv_head * heads.group + m % heads.group
 
 
 @triton.jit
-def _store_results(results, place, active, result, log_sum, META: tl.constexpr):
-    """Write rows [M, BLOCK_V] of the output, and their log-sum-exps, at places [M]."""
+def _store_results(results, flat_rows, active, result, log_sum, META: tl.constexpr):
+    """Write rows [M, BLOCK_V] of the output, and their log-sum-exps, at the indices `flat_rows` [M]."""
     values = tl.arange(0, META.BLOCK_V)
-    kept = active[:, None] & (values < META.VALUE_DIM)[None, :]
-    at = results.out + place[:, None] * META.VALUE_DIM + values[None, :]
-    tl.store(at, result.to(results.out.dtype.element_ty), mask=kept)
+    in_bounds = active[:, None] & (values < META.VALUE_DIM)[None, :]
+    at = results.out + flat_rows[:, None] * META.VALUE_DIM + values[None, :]
+    tl.store(at, result.to(results.out.dtype.element_ty), mask=in_bounds)
     if META.HAS_LSE:
-        tl.store(results.lse + place, log_sum, mask=active)
+        tl.store(results.lse + flat_rows, log_sum, mask=active)
 
 
 @triton.jit
@@ -105,10 +105,10 @@ def clear_row(results, row, kv_head, heads, META: tl.constexpr):
     BLOCK_M: tl.constexpr = META.BLOCK_M
     BLOCK_V: tl.constexpr = META.BLOCK_V
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
-    place = _place_of(row, m, kv_head, heads)
+    flat_rows = _flat_rows(row, m, kv_head, heads)
     nothing = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
     no_sum = tl.full([BLOCK_M], -float("inf"), tl.float32)
-    _store_results(results, place, m < heads.q_len * heads.group, nothing, no_sum, META)
+    _store_results(results, flat_rows, m < heads.q_len * heads.group, nothing, no_sum, META)
 
 
 @triton.jit
@@ -118,7 +118,7 @@ def _merge(results, row, first, splits, kv_head, heads, v_unit, META: tl.constex
     MERGE_S: tl.constexpr = META.MERGE_S
     BLOCK_V: tl.constexpr = META.BLOCK_V
     values = tl.arange(0, BLOCK_V)
-    kept = values < META.VALUE_DIM
+    is_channel = values < META.VALUE_DIM
     flat = tl.arange(0, MERGE_S * MERGE_M)
     m = tl.program_id(1) * META.BLOCK_M + flat % MERGE_M
     active = m < heads.q_len * heads.group
@@ -127,12 +127,12 @@ def _merge(results, row, first, splits, kv_head, heads, v_unit, META: tl.constex
     top = tl.full([MERGE_M], -float("inf"), tl.float32)
     for begin in range(0, splits, MERGE_S):
         split = begin + flat // MERGE_M
-        there = active & (split < splits)
-        place = _place_of(first + split, m, kv_head, heads)
-        tops = tl.load(results.partial_sums + 2 * place, mask=there, other=-float("inf"), cache_modifier=".cg")
-        totals = tl.load(results.partial_sums + 2 * place + 1, mask=there, other=0.0, cache_modifier=".cg")
-        at = results.partial + place[:, None] * META.VALUE_DIM + values[None, :]
-        parts = tl.load(at, mask=there[:, None] & kept[None, :], other=0.0, cache_modifier=".cg")
+        in_bounds = active & (split < splits)
+        flat_rows = _flat_rows(first + split, m, kv_head, heads)
+        tops = tl.load(results.partial_sums + 2 * flat_rows, mask=in_bounds, other=-float("inf"), cache_modifier=".cg")
+        totals = tl.load(results.partial_sums + 2 * flat_rows + 1, mask=in_bounds, other=0.0, cache_modifier=".cg")
+        at = results.partial + flat_rows[:, None] * META.VALUE_DIM + values[None, :]
+        parts = tl.load(at, mask=in_bounds[:, None] & is_channel[None, :], other=0.0, cache_modifier=".cg")
         tops = tl.reshape(tops, [MERGE_S, MERGE_M])
         totals = tl.reshape(totals, [MERGE_S, MERGE_M])
         parts = tl.reshape(parts, [MERGE_S, MERGE_M, BLOCK_V])
@@ -146,8 +146,8 @@ def _merge(results, row, first, splits, kv_head, heads, v_unit, META: tl.constex
     norm = tl.where(total == 0.0, 1.0, total)
     m = tl.program_id(1) * META.BLOCK_M + tl.arange(0, MERGE_M)
     active = m < heads.q_len * heads.group
-    place = _place_of(row, m, kv_head, heads)
-    _store_results(results, place, active, acc / norm[:, None] * v_unit, top + tl.log2(norm), META)
+    flat_rows = _flat_rows(row, m, kv_head, heads)
+    _store_results(results, flat_rows, active, acc / norm[:, None] * v_unit, top + tl.log2(norm), META)
 
 
 @triton.jit
@@ -161,23 +161,23 @@ def deliver(results, acc, total, top, item, row, heads, sinks, v_unit, META: tl.
     of_row = heads.q_len * heads.kv_heads * heads.group
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     active = m < heads.q_len * heads.group
-    within = _place_of(0, m, item.kv_head, heads)
+    within = _flat_rows(0, m, item.kv_head, heads)
     if META.HAS_SINKS:
         is_first = item.split + tl.zeros([BLOCK_M], tl.int32) == 0
         head = item.kv_head * heads.group + m % heads.group
         acc, total, top = with_sinks(acc, total, top, sinks, head, active & is_first)
     if item.splits == 1:
         norm = tl.where(total == 0.0, 1.0, total)
-        place = row.to(tl.int64) * of_row + within
-        _store_results(results, place, active, acc / norm[:, None] * v_unit, top + tl.log2(norm), META)
+        flat_rows = row.to(tl.int64) * of_row + within
+        _store_results(results, flat_rows, active, acc / norm[:, None] * v_unit, top + tl.log2(norm), META)
     else:
         values = tl.arange(0, META.BLOCK_V)
-        kept = active[:, None] & (values < META.VALUE_DIM)[None, :]
-        place = item.item.to(tl.int64) * of_row + within
-        at = results.partial + place[:, None] * META.VALUE_DIM + values[None, :]
-        tl.store(at, acc, mask=kept, cache_modifier=".cg")
-        tl.store(results.partial_sums + 2 * place, top, mask=active, cache_modifier=".cg")
-        tl.store(results.partial_sums + 2 * place + 1, total, mask=active, cache_modifier=".cg")
+        in_bounds = active[:, None] & (values < META.VALUE_DIM)[None, :]
+        flat_rows = item.item.to(tl.int64) * of_row + within
+        at = results.partial + flat_rows[:, None] * META.VALUE_DIM + values[None, :]
+        tl.store(at, acc, mask=in_bounds, cache_modifier=".cg")
+        tl.store(results.partial_sums + 2 * flat_rows, top, mask=active, cache_modifier=".cg")
+        tl.store(results.partial_sums + 2 * flat_rows + 1, total, mask=active, cache_modifier=".cg")
         tl.debug_barrier()  # all threads have stored before one of them says so
         counter = results.counters + (row * heads.kv_heads + item.kv_head) * tl.num_programs(1) + tl.program_id(1)
         if tl.atomic_add(counter, 1, sem="acq_rel") == item.splits - 1:

@@ -59,16 +59,16 @@ class AppendMeta(NamedTuple):
 
 
 @triton.jit
-def _copy_token(cache, slot, place, new, row, token, heads, META: tl.constexpr):
+def _copy_token(cache, slot, slot_offset, new, row, token, heads, META: tl.constexpr):
     """Copy the keys and values of some heads of a token; `heads` is 0 if there is nothing to copy."""
     head = tl.program_id(1) * META.HEADS + tl.arange(0, META.HEADS)[:, None]
     d = tl.arange(0, META.BLOCK_K)[None, :]
     mask = (head < heads) & (d < META.DIM_K)
-    target = cache.k + slot * cache.k_row + place * cache.k_token + head * cache.k_head + d
+    target = cache.k + slot * cache.k_row + slot_offset * cache.k_token + head * cache.k_head + d
     tl.store(target, tl.load(new.k + row * new.k_row + token * new.k_token + head * new.k_head + d, mask), mask)
     d = tl.arange(0, META.BLOCK_V)[None, :]
     mask = (head < heads) & (d < META.DIM_V)
-    target = cache.v + slot * cache.v_row + place * cache.v_token + head * cache.v_head + d
+    target = cache.v + slot * cache.v_row + slot_offset * cache.v_token + head * cache.v_head + d
     tl.store(target, tl.load(new.v + row * new.v_row + token * new.v_token + head * new.v_head + d, mask), mask)
 
 
@@ -113,13 +113,13 @@ def _cache_append_kernel(
         alive = alive & (entry < table_width)
         slot = tl.load(page_table + row.to(tl.int64) * table_width + entry, mask=alive, other=0)
         alive = alive & (slot >= 0) & (slot < num_slots)
-        place = position % slot_size
+        slot_offset = position % slot_size
     else:
         slot = row
         alive = alive & (position < slot_size)
-        place = position
+        slot_offset = position
     source = (pid if PACKED else token).to(tl.int64)
-    _copy_token(cache, slot.to(tl.int64), place, new, row.to(tl.int64), source, tl.where(alive, heads, 0), META)
+    _copy_token(cache, slot.to(tl.int64), slot_offset, new, row.to(tl.int64), source, tl.where(alive, heads, 0), META)
 
 
 # One program copies one token's keys and values of a group of heads, with five int32 of metadata.
@@ -170,9 +170,9 @@ def paged_append_triton(k_cache, v_cache, key, value, batch_indices, positions, 
     )  # fmt: skip
 
 
-def _write(cache: Tensor, new: Tensor, slots: Tensor, places: Tensor) -> None:
+def _write(cache: Tensor, new: Tensor, slots: Tensor, slot_offsets: Tensor) -> None:
     """Write `new` [n, heads, channels] to slots of a cache."""
-    as_bytes(cache)[slots, places] = as_bytes(new.to(cache.dtype))
+    as_bytes(cache)[slots, slot_offsets] = as_bytes(new.to(cache.dtype))
 
 
 @operator(triton_version=cache_append_triton)
@@ -217,15 +217,15 @@ def cache_append(
     position = lengths[row] - steps[row] + token
     alive = alive & (token >= 0) & (token < steps[row]) & (position >= 0)
     if page_table is None:
-        slot, place = row, position
+        slot, slot_offset = row, position
         alive = alive & (position < k_cache.shape[1])
     else:
-        entry, place = position // k_cache.shape[1], position % k_cache.shape[1]
+        entry, slot_offset = position // k_cache.shape[1], position % k_cache.shape[1]
         alive = alive & (entry < page_table.shape[1])
         slot = page_table[row, entry.clamp(0, page_table.shape[1] - 1)].long()
         alive = alive & (slot >= 0) & (slot < k_cache.shape[0])
     for cache, new in ((k_cache, new_k), (v_cache, new_v)):
-        _write(cache, as_bytes(new)[alive].view(new.dtype), slot[alive], place[alive])
+        _write(cache, as_bytes(new)[alive].view(new.dtype), slot[alive], slot_offset[alive])
 
 
 @operator(triton_version=paged_append_triton)
@@ -256,9 +256,9 @@ def paged_append(
     row, position = torch.where(named, batch_indices, 0).long(), torch.where(named, positions, 0)
     entry = indptr[row] + position // page_size
     listed = (entry >= 0) & (entry < indptr[row + 1].clamp(max=indices.shape[0]))
-    kept = (named & listed).nonzero().squeeze(1)
-    pages = indices[entry[kept].long()].long()
-    there = (pages >= 0) & (pages < k_cache.shape[0])
-    kept, pages = kept[there], pages[there]
+    valid = (named & listed).nonzero().squeeze(1)
+    pages = indices[entry[valid].long()].long()
+    in_pool = (pages >= 0) & (pages < k_cache.shape[0])
+    valid, pages = valid[in_pool], pages[in_pool]
     for cache, new in ((k_cache, key), (v_cache, value)):
-        _write(cache, new[kept], pages, (position[kept] % page_size).long())
+        _write(cache, new[valid], pages, (position[valid] % page_size).long())

@@ -134,12 +134,12 @@ def plan_row_moves(
         return
     row_of = {owner: row for row, owner in enumerate(owners.tolist()) if owner > 0}
     source = [row_of.get(tag, row_of.get(o, -1)) for tag, o in zip(tags.tolist(), origins.tolist(), strict=True)]
-    found = torch.tensor(source, dtype=torch.int32)
-    found[found == torch.arange(len(source))] = -1
-    plan[PLAN_HEADER:] = found
-    if (found >= 0).any():
-        plan[0] = (found >= 0).sum()
-        plan[1] = (cu_seqlens_kv.diff() - cu_seqlens_q.diff())[found >= 0].max()
+    sources = torch.tensor(source, dtype=torch.int32)
+    sources[sources == torch.arange(len(source))] = -1
+    plan[PLAN_HEADER:] = sources
+    if (sources >= 0).any():
+        plan[0] = (sources >= 0).sum()
+        plan[1] = (cu_seqlens_kv.diff() - cu_seqlens_q.diff())[sources >= 0].max()
     owners.copy_(tags)
 
 

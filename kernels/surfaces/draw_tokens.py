@@ -8,6 +8,7 @@ from ..sampling.philox import noise_of_ids
 from ..sampling.race import best_of, race_keys
 from ..sampling.sample import sample
 from ..sampling.sampling_slots import FLAG_SAMPLE, SamplingCapacity, SamplingSlots, sampling_slots
+from .filter_probs import largest_value
 
 _BLOCK = 2048  # ids at once
 _ONE_OF_EACH = SamplingCapacity(1, 1, 1, 1)
@@ -18,24 +19,17 @@ _ONE_OF_EACH = SamplingCapacity(1, 1, 1, 1)
 def _draw_kernel(
     sampled, valid, values, indices, seeds, positions, rows, vocab, stride, IS_LOGITS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    place = tl.program_id(0)
-    seed = tl.load(seeds + place)
-    position = tl.load(positions + place)
-    row = tl.load(indices + place).to(tl.int64)
-    is_there = (row >= 0) & (row < rows)
-    line = values + tl.where(is_there, row, 0) * stride
-    tops = tl.full([BLOCK], -float("inf"), tl.float32)
-    strange = tl.zeros([BLOCK], tl.int32)
-    for block in range(tl.cdiv(vocab, BLOCK)):
-        columns = block * BLOCK + tl.arange(0, BLOCK)
-        part = tl.load(line + columns, mask=columns < vocab, other=-float("inf")).to(tl.float32)
-        tops = tl.maximum(tops, part)
-        strange += ((part != part) | (part == float("inf"))).to(tl.int32)
-    largest = tl.max(tops, axis=0)
+    draw = tl.program_id(0)
+    seed = tl.load(seeds + draw)
+    position = tl.load(positions + draw)
+    row = tl.load(indices + draw).to(tl.int64)
+    in_range = (row >= 0) & (row < rows)
+    line = values + tl.where(in_range, row, 0) * stride
+    largest, is_strange = largest_value(line, vocab, BLOCK)
     least = -float("inf")
     if not IS_LOGITS:
         least = 0.0
-    is_valid = is_there & (tl.sum(strange, axis=0) == 0) & (largest > least)
+    is_valid = in_range & (is_strange == 0) & (largest > least)
     best = tl.full([], -float("inf"), tl.float32)
     token = tl.full([], 2147483647, tl.int32)
     if is_valid:
@@ -52,8 +46,8 @@ def _draw_kernel(
             token = tl.where(key > best, first, token)
             best = tl.maximum(key, best)
     is_valid &= token < vocab
-    tl.store(sampled + place, tl.where(is_valid, token, 0).to(sampled.dtype.element_ty))
-    tl.store(valid + place, is_valid)
+    tl.store(sampled + draw, tl.where(is_valid, token, 0).to(sampled.dtype.element_ty))
+    tl.store(valid + draw, is_valid)
 
 
 def draw_tokens_triton(sampled, valid, values, indices, seeds, positions, is_logits) -> None:
@@ -87,11 +81,11 @@ def draw_tokens(
         is_logits: whether they are logits.
     """
     rows, vocab = values.shape
-    is_there = (indices >= 0) & (indices < rows)
-    logits = values[torch.where(is_there, indices, 0).long()].float()
+    in_range = (indices >= 0) & (indices < rows)
+    logits = values[torch.where(in_range, indices, 0).long()].float()
     if not is_logits:
         logits = logits.clamp(min=0.0).log()
-    logits.masked_fill_(~is_there[:, None], -torch.inf)
+    logits.masked_fill_(~in_range[:, None], -torch.inf)
     count, device = indices.shape[0], values.device
     slots = {
         spec.name: torch.full((count, *spec.sizes), spec.neutral, dtype=spec.dtype, device=device)

@@ -18,6 +18,19 @@ _BLOCK = 1024  # ids at once
 
 
 @triton.jit
+def largest_value(line, vocab, BLOCK: tl.constexpr):
+    """Return the largest value of a row, and whether it has NaN or inf."""
+    tops = tl.full([BLOCK], -float("inf"), tl.float32)
+    strange = tl.zeros([BLOCK], tl.int32)
+    for block in range(tl.cdiv(vocab, BLOCK)):
+        columns = block * BLOCK + tl.arange(0, BLOCK)
+        part = tl.load(line + columns, mask=columns < vocab, other=-float("inf")).to(tl.float32)
+        tops = tl.maximum(tops, part)
+        strange += ((part != part) | (part == float("inf"))).to(tl.int32)
+    return tl.max(tops, axis=0), tl.sum(strange, axis=0) > 0
+
+
+@triton.jit
 def _least_key(line, vocab, low, high, most, weight, IS_LOGITS: tl.constexpr, BLOCK: tl.constexpr):
     """Return the least key in [low, high] above which there are fewer values than `most`, and less than `weight`."""
     low = low.to(tl.int64)
@@ -66,15 +79,8 @@ def _filter_kernel(
 ):
     row = tl.program_id(0).to(tl.int64)
     line = values + row * stride
-    tops = tl.full([BLOCK], -float("inf"), tl.float32)
-    strange = tl.zeros([BLOCK], tl.int32)
-    for block in range(tl.cdiv(vocab, BLOCK)):
-        columns = block * BLOCK + tl.arange(0, BLOCK)
-        part = tl.load(line + columns, mask=columns < vocab, other=-float("inf")).to(tl.float32)
-        tops = tl.maximum(tops, part)
-        strange += ((part != part) | (part == float("inf"))).to(tl.int32)
-    is_strange = tl.sum(strange, axis=0) > 0
-    largest = tl.where(is_strange, 1.0, tl.max(tops, axis=0))
+    largest, is_strange = largest_value(line, vocab, BLOCK)
+    largest = tl.where(is_strange, 1.0, largest)
     high = ordered_key(largest).to(tl.int64)
     lowest = tl.full([], 0, tl.int64)
     if IS_LOGITS:
@@ -96,8 +102,8 @@ def _filter_kernel(
             for block in range(tl.cdiv(vocab, BLOCK)):
                 columns = block * BLOCK + tl.arange(0, BLOCK)
                 part = tl.load(line + columns, mask=columns < vocab, other=0.0).to(tl.float32)
-                kept = ordered_key(part).to(tl.int64) >= lowest
-                sums += (tl.where(kept, part, 0.0) * 1099511627776.0).to(tl.int64)
+                passes = ordered_key(part).to(tl.int64) >= lowest
+                sums += (tl.where(passes, part, 0.0) * 1099511627776.0).to(tl.int64)
             whole = tl.sum(sums, axis=0).to(tl.float64)
             most = tl.full([], 9223372036854775807, tl.int64)
         weight = tl.where(share < 1.0, share * whole, float("inf"))
@@ -142,8 +148,8 @@ def _least_value(line: Tensor, weights: Tensor, most: Tensor, weight: Tensor) ->
     above = weights.cumsum(1) - weights
     is_first = torch.ones_like(line, dtype=torch.bool)
     is_first[:, 1:] = line[:, 1:] != line[:, :-1]
-    places = torch.arange(line.shape[1], device=line.device)
-    fits = is_first & (places < most) & (above.double() < weight)
+    ranks = torch.arange(line.shape[1], device=line.device)
+    fits = is_first & (ranks < most) & (above.double() < weight)
     fits[:, 0] = True
     return line.masked_fill(~fits, torch.inf).amin(1, keepdim=True)
 
@@ -193,8 +199,8 @@ def filter_probs(
         least = torch.maximum(_least_value(line, weights, most, weight), least)
     if min_p is not None:
         least = torch.maximum(least, line[:, :1] * min_p.unsqueeze(1))
-    kept = wide.masked_fill(wide < least, -torch.inf if is_logits else 0.0)
+    filtered = wide.masked_fill(wide < least, -torch.inf if is_logits else 0.0)
     if is_normed:
-        total = kept.sum(1, keepdim=True)
-        kept = kept / torch.where(total > 0, total, 1.0)
-    out.copy_(kept.masked_fill_(strange, torch.nan))
+        total = filtered.sum(1, keepdim=True)
+        filtered = filtered / torch.where(total > 0, total, 1.0)
+    out.copy_(filtered.masked_fill_(strange, torch.nan))

@@ -59,22 +59,22 @@ def _merge_state_kernel(v, s, v_other, s_other, mask, heads, dim, HAS_MASK: tl.c
     if HAS_MASK:  # noqa: SIM102 (the mask may only be read where there is one)
         if tl.load(mask + row) == 0:
             return
-    place = row * heads + tl.program_id(1)
+    flat_row = row * heads + tl.program_id(1)
     dims = tl.arange(0, BLOCK)
-    sum_a = tl.load(s + place).to(tl.float32)
-    sum_b = tl.load(s_other + place).to(tl.float32)
+    sum_a = tl.load(s + flat_row).to(tl.float32)
+    sum_b = tl.load(s_other + flat_row).to(tl.float32)
     top = tl.maximum(sum_a, sum_b)
     base = tl.where(top == -float("inf"), 0.0, top)
     weight_a = tl.exp2(sum_a - base)
     weight_b = tl.exp2(sum_b - base)
     total = weight_a + weight_b
     norm = tl.where(total == 0.0, 1.0, total)
-    part_a = tl.load(v + place * dim + dims, mask=dims < dim, other=0.0).to(tl.float32)
-    part_b = tl.load(v_other + place * dim + dims, mask=dims < dim, other=0.0).to(tl.float32)
+    part_a = tl.load(v + flat_row * dim + dims, mask=dims < dim, other=0.0).to(tl.float32)
+    part_b = tl.load(v_other + flat_row * dim + dims, mask=dims < dim, other=0.0).to(tl.float32)
     merged = tl.where(weight_a == 0.0, 0.0, part_a * weight_a)
     merged += tl.where(weight_b == 0.0, 0.0, part_b * weight_b)
-    tl.store(v + place * dim + dims, (merged / norm).to(v.dtype.element_ty), mask=dims < dim)
-    tl.store(s + place, top + tl.log2(norm))
+    tl.store(v + flat_row * dim + dims, (merged / norm).to(v.dtype.element_ty), mask=dims < dim)
+    tl.store(s + flat_row, top + tl.log2(norm))
 
 
 def merge_states_triton(v_out, s_out, v, s) -> None:

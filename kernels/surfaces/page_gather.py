@@ -24,6 +24,6 @@ def page_gather(out: Written[Tensor], cache: Tensor, page_table: Int32, cu_seqle
     entry = position // cache.shape[1]
     pages = page_table[:rows, entry.clamp(max=page_table.shape[1] - 1)].long()
     alive = (position < length) & (entry < page_table.shape[1]) & (pages >= 0) & (pages < cache.shape[0])
-    place = torch.where(alive, pages * cache.shape[1] + position % cache.shape[1], 0)
-    found = cache.view(-1, *cache.shape[2:])[place.view(-1)].view(out.shape)
-    out.copy_(found.masked_fill_(~alive[..., None, None], 0))
+    token_index = torch.where(alive, pages * cache.shape[1] + position % cache.shape[1], 0)
+    tokens = cache.view(-1, *cache.shape[2:])[token_index.view(-1)].view(out.shape)
+    out.copy_(tokens.masked_fill_(~alive[..., None, None], 0))

@@ -18,18 +18,18 @@ def _query_rows_kernel(
     index = tl.arange(0, BLOCK)
     ends = tl.load(q_indptr + 1 + index, mask=index < rows, other=2147483647)
     row = tl.sum((ends <= query).to(tl.int32))
-    is_there = row < rows
+    in_range = row < rows
     begin = row * width
     end = begin + width
     if kv_indptr is not None:
-        begin = tl.load(kv_indptr + row, mask=is_there, other=0)
-        end = tl.load(kv_indptr + row + 1, mask=is_there, other=0)
-    length = tl.load(kv_lens + row, mask=is_there, other=0)
+        begin = tl.load(kv_indptr + row, mask=in_range, other=0)
+        end = tl.load(kv_indptr + row + 1, mask=in_range, other=0)
+    length = tl.load(kv_lens + row, mask=in_range, other=0)
     length = tl.minimum(length.to(tl.int64), (end - begin).to(tl.int64) * page_size)
     if CAUSAL:
-        length -= tl.load(q_indptr + row + 1, mask=is_there, other=0) - 1 - query
-    length = tl.where(is_there, tl.maximum(length, 0), 0)
-    tl.store(starts + query, tl.where(is_there, begin, 0).to(tl.int32))
+        length -= tl.load(q_indptr + row + 1, mask=in_range, other=0) - 1 - query
+    length = tl.where(in_range, tl.maximum(length, 0), 0)
+    tl.store(starts + query, tl.where(in_range, begin, 0).to(tl.int32))
     tl.store(lengths + query, length.to(tl.int32))
 
 
@@ -89,9 +89,9 @@ def query_rows(
     check_query_rows(ends, first, lens, width, page_size)
     queries = np.arange(starts.shape[0])
     row = np.searchsorted(ends[1:], queries, side="right")
-    is_there = row < lens.shape[0]
-    row = np.where(is_there, row, 0)
+    in_range = row < lens.shape[0]
+    row = np.where(in_range, row, 0)
     begins = row * width if first is None else first[row]
-    seen = lens[row] - (ends[row + 1] - 1 - queries if causal else 0)
-    starts.numpy()[:] = np.where(is_there, begins, 0)
-    lengths.numpy()[:] = np.where(is_there, np.maximum(seen, 0), 0)
+    num_keys = lens[row] - (ends[row + 1] - 1 - queries if causal else 0)
+    starts.numpy()[:] = np.where(in_range, begins, 0)
+    lengths.numpy()[:] = np.where(in_range, np.maximum(num_keys, 0), 0)

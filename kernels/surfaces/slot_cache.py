@@ -18,7 +18,7 @@ class Strides(NamedTuple):
 
     slot: int
     head: int
-    place: int
+    position: int
     new_row: int
     new_head: int
     new_token: int
@@ -50,15 +50,15 @@ def _slot_scatter_kernel(
     slot = tl.load(slots + row).to(tl.int64) if HAS_SLOTS else row
     position = tl.load(positions + row * tokens + token).to(tl.int64) if HAS_POSITIONS else token + offset
     alive = (slot >= 0) & (slot < num_slots) & (position >= 0)
-    place = position
+    index = position
     if HAS_OWNED:
         is_owned = tl.load(owned + row * tokens + token) != 0
-        place = tl.where(is_owned, position // shards, length - 1)
-        alive = alive & ((place < length - 1) | (is_owned == 0))
-    alive = alive & (place < length)
+        index = tl.where(is_owned, position // shards, length - 1)
+        alive = alive & ((index < length - 1) | (is_owned == 0))
+    alive = alive & (index < length)
     d = tl.arange(0, DIM)
     source = row * strides.new_row + head * strides.new_head + token * strides.new_token
-    target = slot * strides.slot + head * strides.head + place * strides.place
+    target = slot * strides.slot + head * strides.head + index * strides.position
     inside = d < tl.where(alive, dim, 0)
     tl.store(cache + target + d, tl.load(new + source + d, mask=inside), mask=inside)
 
@@ -106,14 +106,14 @@ def slot_scatter(
     slot = torch.arange(rows) if slots is None else slots.long()
     slot = slot[:, None].expand(rows, tokens)
     position = torch.arange(tokens) + offset if positions is None else positions.long()
-    place = position.expand(rows, tokens)
-    alive = (slot >= 0) & (slot < cache.shape[0]) & (place >= 0)
+    index = position.expand(rows, tokens)
+    alive = (slot >= 0) & (slot < cache.shape[0]) & (index >= 0)
     if owned is not None:
         mine = owned.bool()
-        place = torch.where(mine, place // shards, length - 1)
-        alive = alive & ((place < length - 1) | ~mine)
-    alive = alive & (place < length)
-    cache[slot[alive], :, place[alive]] = new.transpose(1, 2)[alive]
+        index = torch.where(mine, index // shards, length - 1)
+        alive = alive & ((index < length - 1) | ~mine)
+    alive = alive & (index < length)
+    cache[slot[alive], :, index[alive]] = new.transpose(1, 2)[alive]
 
 
 @operator()

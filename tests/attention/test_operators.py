@@ -13,7 +13,7 @@ from graphdecode import merge_state, merge_state_in_place, merge_states
 from graphdecode.attention import AttentionOptions, PagedDecodeAttention
 from graphdecode.attention.paged_decode import new_split_plan
 from graphdecode.kernels.attention.attention_plan import PlanSizes, plan_size
-from graphdecode.kernels.attention.attention_torch import flash_attention, plain_attention
+from graphdecode.kernels.attention.attention_torch import flash_attention, math_attention
 from graphdecode.kernels.native.registration import versions
 from graphdecode.kernels.surfaces import query_rows  # noqa: F401 (it registers the operator)
 from graphdecode.kernels.surfaces.merge_states import merge_state_in_place_triton, merge_states_triton
@@ -159,7 +159,7 @@ def test_heads_must_divide(device):
         )  # fmt: skip
 
 
-def test_the_package_names_what_it_offers():
+def test_the_package_exports_its_names():
     for name in graphdecode.attention.__all__:
         assert getattr(graphdecode.attention, name).__doc__
 
@@ -193,10 +193,10 @@ def test_merge_states_weighs_by_the_log_sum_exps(count, dtype, device):
     v, s = states(count, device, dtype)
     merged, total = merge_states(v, s)
     assert merged.dtype == dtype
-    wanted, wanted_total = expected(v, s)
+    reference, expected_total = expected(v, s)
     close = 1e-3 if dtype == torch.float16 else 1e-5
-    torch.testing.assert_close(merged.double().cpu(), wanted, atol=close, rtol=close)
-    torch.testing.assert_close(total.double().cpu(), wanted_total, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(merged.double().cpu(), reference, atol=close, rtol=close)
+    torch.testing.assert_close(total.double().cpu(), expected_total, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("version", [merge_states_triton, merge_states_torch])
@@ -204,28 +204,28 @@ def test_a_state_that_is_no_number_leaves_none(version, device):
     v, s = states(3, device)
     v[2, 1, 0], s[2, 1, 0] = math.nan, math.nan
     v[3, 0, 1, 7] = math.nan
-    wanted, wanted_total = expected(v, s)
-    wanted[2, 0], wanted_total[2, 0] = math.nan, math.nan
-    wanted[3, 1, 7] = math.nan
+    reference, expected_total = expected(v, s)
+    reference[2, 0], expected_total[2, 0] = math.nan, math.nan
+    reference[3, 1, 7] = math.nan
     merged, total = (
         torch.empty(ROWS, MERGED_HEADS, MERGED_DIM, device=device),
         torch.empty(ROWS, MERGED_HEADS, device=device),
     )
     version(merged, total, v, s)
-    torch.testing.assert_close(merged.double().cpu(), wanted, atol=1e-5, rtol=1e-5, equal_nan=True)
-    torch.testing.assert_close(total.double().cpu(), wanted_total, atol=1e-5, rtol=1e-5, equal_nan=True)
+    torch.testing.assert_close(merged.double().cpu(), reference, atol=1e-5, rtol=1e-5, equal_nan=True)
+    torch.testing.assert_close(total.double().cpu(), expected_total, atol=1e-5, rtol=1e-5, equal_nan=True)
     version = merge_state_in_place_torch if version is merge_states_torch else merge_state_in_place_triton
-    two, both = v[:, 0].clone(), s[:, 0].clone()
-    version(two, both, v[:, 1].contiguous(), s[:, 1].contiguous(), None)
-    assert two[2].isnan().all(-1).tolist() == both[2].isnan().tolist() == [True, False, False]
+    two, joined = v[:, 0].clone(), s[:, 0].clone()
+    version(two, joined, v[:, 1].contiguous(), s[:, 1].contiguous(), None)
+    assert two[2].isnan().all(-1).tolist() == joined[2].isnan().tolist() == [True, False, False]
 
 
 def test_merge_state_is_merge_states_of_two(device):
     v, s = states(2, device)
     merged, total = merge_state(v[:, 0], s[:, 0], v[:, 1], s[:, 1])
-    wanted, wanted_total = expected(v, s)
-    torch.testing.assert_close(merged.double().cpu(), wanted, atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(total.double().cpu(), wanted_total, atol=1e-5, rtol=1e-5)
+    reference, expected_total = expected(v, s)
+    torch.testing.assert_close(merged.double().cpu(), reference, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(total.double().cpu(), expected_total, atol=1e-5, rtol=1e-5)
 
 
 def test_merging_in_place_leaves_masked_rows_alone(device):
@@ -234,9 +234,9 @@ def test_merging_in_place_leaves_masked_rows_alone(device):
     before, sums_before = mine.clone(), sums.clone()
     mask = torch.tensor([True, False, True, False, True], device=device)
     merge_state_in_place(mine, sums, v[:, 1], s[:, 1], mask)
-    wanted, wanted_total = expected(v, s)
-    torch.testing.assert_close(mine[mask].double().cpu(), wanted[mask.cpu()], atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(sums[mask].double().cpu(), wanted_total[mask.cpu()], atol=1e-5, rtol=1e-5)
+    reference, expected_total = expected(v, s)
+    torch.testing.assert_close(mine[mask].double().cpu(), reference[mask.cpu()], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(sums[mask].double().cpu(), expected_total[mask.cpu()], atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(mine[~mask], before[~mask], atol=0, rtol=0, equal_nan=True)
     assert torch.equal(sums[~mask], sums_before[~mask])
     merge_state_in_place(mine, sums, v[:, 1], s[:, 1])
@@ -269,7 +269,7 @@ def test_merges_refuse_shapes_that_do_not_fit(device):
         merge_states(v[:, 0], s)
     with pytest.raises(ValueError, match="the other state"):
         merge_state(v[:, 0], s[:, 0], v[:, 1], s[:, 1, :1])
-    with pytest.raises(ValueError, match="one shape"):
+    with pytest.raises(ValueError, match="shape"):
         merge_state(v[:, 0], s[:, 0], v[:3, 1], s[:3, 1])
     with pytest.raises(ValueError, match="contiguous"):
         merge_state_in_place(v[:, 0], s[:, 0], v[:, 1], s[:, 1])
@@ -281,13 +281,13 @@ def test_merges_refuse_shapes_that_do_not_fit(device):
 @pytest.mark.parametrize(
     ("queries", "keys", "options"), [(1, 37, {}), (9, 9, {"is_causal": True}), (5, 23, {"mask": 1})]
 )
-def test_the_plain_version_returns_what_the_fused_one_does(dtype, queries, keys, options):
+def test_math_attention_equals_the_fused_operator(dtype, queries, keys, options):
     torch.manual_seed(0)
     q = torch.randn(2, 3, queries, 32).to(dtype)
     k, v = torch.randn(2, 2, 3, keys, 32).to(dtype)
     if "mask" in options:
         options = {"attn_mask": torch.randn(queries, keys).to(dtype)}
-    fused, plain = (attend(q, k, v, scale=0.2, **options) for attend in (flash_attention, plain_attention))
+    fused, base = (attend(q, k, v, scale=0.2, **options) for attend in (flash_attention, math_attention))
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
-    for ours, theirs in zip(plain, fused, strict=True):
+    for ours, theirs in zip(base, fused, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)

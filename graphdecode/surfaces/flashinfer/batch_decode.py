@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -14,7 +13,7 @@ from graphdecode.attention.append import KV_LAYOUTS, PagedCache, paged_caches
 from graphdecode.attention.paged_decode import FIXED_SPLIT, splits_rows
 from graphdecode.cache.errors import require_choice, require_fit, require_integers, require_range, require_tensors
 from graphdecode.errors import shown
-from graphdecode.kernels.attention.attention_plan import WAVES_WHEN_FULL, PlanSizes, plan_size, work_items
+from graphdecode.kernels.attention.attention_plan import PlanSizes, plan_size, work_items
 from graphdecode.kernels.attention.decode_attention import decode_attention
 from graphdecode.kernels.attention.work_item import SplitPlan
 
@@ -24,10 +23,14 @@ from .decode_problem import (
     OUT_DTYPES,
     Q_DTYPE_LEFT_OUT,
     DecodeProblem,
-    check_result,
     exact_queries,
+    floats_of,
+    lse_for,
+    partials_of,
     require_neutral,
+    result_for,
     sinks_of,
+    wave_items_that_fit,
 )
 from .page_lists import PageLists
 
@@ -87,20 +90,20 @@ class BatchDecodeWithPagedKVCacheWrapper:
         self._counters = torch.zeros(0, dtype=torch.int32, device=self._device)
 
     def _checked_buffers(self, **buffers: Tensor | None) -> tuple[Tensor, ...]:
-        held = []
+        checked = []
         for name, buffer in buffers.items():
             if buffer is None:
                 raise ValueError(f"use_cuda_graph needs {name}")
             require_tensors(self._device, **{name: buffer})
             require_fit(name, buffer, ("entries",), torch.int32)
-            held.append(buffer)
-        entries, _, rows = map(len, held)
+            checked.append(buffer)
+        entries, _, rows = map(len, checked)
         if entries != rows + 1 or not rows:
             raise ValueError(
                 "paged_kv_indptr_buffer must have one entry more than paged_kv_last_page_len_buffer, which has one for "
                 f"each row of the largest batch, got {entries} and {rows}"
             )
-        return tuple(held)
+        return tuple(checked)
 
     @property
     def workspace(self) -> list[Tensor]:
@@ -182,7 +185,7 @@ class BatchDecodeWithPagedKVCacheWrapper:
         Raises:
             ValueError: an argument does not fit; nothing has changed then.
         """
-        problem, pages, fixed_split = self._asked(locals())
+        problem, pages, fixed_split = self._parsed(locals())
         if window_right != 0:
             raise ValueError(f"window_right must be 0: no query sees keys behind its own, got {shown(window_right)}")
         if is_causal is not None and not is_causal and q_len_per_req > 1:
@@ -207,17 +210,17 @@ class BatchDecodeWithPagedKVCacheWrapper:
 
         Arguments and errors are those of `plan`; nothing is planned.
         """
-        problem, pages, fixed_split = self._asked(locals())
+        problem, pages, fixed_split = self._parsed(locals())
         rows, items, _ = self._most_items(problem, pages, fixed_split)
         floats = items * problem.floats_of_item if splits_rows(self._device) else 0
         return 4 * floats, 4 * (rows + plan_size(items) + rows * q_len_per_req * num_qo_heads)
 
-    def _asked(self, given: Mapping[str, Any]) -> tuple[DecodeProblem, PageLists, int]:
-        """Return what a plan's arguments say: the problem, its rows, and the tokens of a fixed split; 0: none."""
-        problem = DecodeProblem.of(given)
+    def _parsed(self, arguments: Mapping[str, Any]) -> tuple[DecodeProblem, PageLists, int]:
+        """Return the problem of a plan's arguments, its rows, and the tokens of a fixed split; 0: none."""
+        problem = DecodeProblem.of(arguments)
         self._check_queries(problem.q_len)
-        fixed_split = self._fixed_split(given["fixed_split_size"], given["disable_split_kv"], problem.page_size)
-        return problem, PageLists.of(given), fixed_split
+        fixed_split = self._fixed_split(arguments["fixed_split_size"], arguments["disable_split_kv"], problem.page_size)
+        return problem, PageLists.of(arguments), fixed_split
 
     def _check_queries(self, q_len: int) -> None:
         if q_len > 1 and not self.use_tensor_cores:
@@ -233,18 +236,18 @@ class BatchDecodeWithPagedKVCacheWrapper:
             return pages * page_size
         return FIXED_SPLIT if self._invariant else 0
 
-    def _plan_rows(self, problem: DecodeProblem, given: PageLists, fixed_split: int, *, non_blocking: bool) -> None:
-        rows, buffers = given.rows, self._buffers
+    def _plan_rows(self, problem: DecodeProblem, lists: PageLists, fixed_split: int, *, non_blocking: bool) -> None:
+        rows, buffers = lists.rows, self._buffers
         if buffers is not None:
-            given.check_fit(buffers)
-        sizes, max_items = self._divide(problem, given, fixed_split)
+            lists.check_fit(buffers)
+        sizes, max_items = self._divide(problem, lists, fixed_split)
         if self._device.type == "cuda":
-            given.check_host_values(problem.page_size)
-        pages = given.on(self._device, non_blocking=non_blocking)
+            lists.check_host_values(problem.page_size)
+        pages = lists.on(self._device, non_blocking=non_blocking)
         kv_lens, plan, counters = self._plan_tensors(rows, max_items, problem.q_len * problem.num_qo_heads)
         pages.plan(kv_lens, plan, sizes)
         self._kv_lens, self._plan, self._counters = kv_lens, plan, counters
-        self._on_host, self._checked = pages if pages.table.is_cpu else given.numbers_on_host, set()
+        self._on_host, self._checked = pages if pages.table.is_cpu else lists.numbers_on_host, set()
         if buffers is None:
             self._pages = pages
         else:
@@ -252,7 +255,7 @@ class BatchDecodeWithPagedKVCacheWrapper:
         self._problem, self._rows, self._max_items = problem, rows, max_items
 
     def _most_items(self, problem: DecodeProblem, pages: PageLists, fixed_split: int) -> tuple[int, int, int]:
-        """Return rows to plan for, the most work items, and how many run at a time."""
+        """Return the rows to plan for, the most work items, and how many run at a time."""
         most = pages if self._buffers is None else self._buffers
         rows, tokens = most.rows, most.table.numel() * problem.page_size
         wave_items = problem.wave_items(self._device, problem.head_dim)
@@ -261,16 +264,16 @@ class BatchDecodeWithPagedKVCacheWrapper:
         return rows, work_items(rows, wave_items), wave_items
 
     def _divide(self, problem: DecodeProblem, pages: PageLists, fixed_split: int) -> tuple[PlanSizes, int]:
-        """Return what rows are split by, and the most work items; partial results fit the workspace."""
+        """Return the sizes that rows are split by, and the most work items; partial results fit the workspace."""
         rows, items, wave_items = self._most_items(problem, pages, fixed_split)
         sizes = PlanSizes(wave_items, fixed_split, problem.window_left, problem.page_size, problem.q_len)
         if not splits_rows(self._device):
             return sizes, items
-        held = self._workspace.nbytes // (4 * problem.floats_of_item)
-        if held < items and not fixed_split:  # fewer splits fit too
-            wave_items = min(wave_items, held) if rows <= min(wave_items, held) else (held - rows) // WAVES_WHEN_FULL
+        most_items = self._workspace.nbytes // (4 * problem.floats_of_item)
+        if most_items < items and not fixed_split:  # fewer splits fit too
+            wave_items = wave_items_that_fit(rows, wave_items, most_items)
             items = work_items(rows, wave_items) if wave_items > 0 else items
-        if held < items:
+        if most_items < items:
             raise ValueError(
                 f"float_workspace_buffer has {self._workspace.nbytes} bytes, but {rows} rows need "
                 f"{4 * problem.floats_of_item * items}"
@@ -346,27 +349,22 @@ class BatchDecodeWithPagedKVCacheWrapper:
         rows, rest = divmod(q.shape[0], problem.q_len)
         most = self._rows_of(self._rows)
         if rest or not self._rows <= rows <= most:
-            wanted = f"{self._rows}" if most == self._rows else f"{self._rows}..{most}"
+            allowed = f"{self._rows}" if most == self._rows else f"{self._rows}..{most}"
             raise ValueError(
-                f"q must have q_len_per_req={problem.q_len} queries for each of {wanted} rows, got {len(q)}"
+                f"q must have q_len_per_req={problem.q_len} queries for each of {allowed} rows, got {len(q)}"
             )
-        out_shape, lse_shape = (*q.shape[:2], v_cache.shape[-1]), tuple(q.shape[:2])
-        if out is None:
-            out = torch.empty(out_shape, dtype=problem.o_dtype or q.dtype, device=q.device)
-        if lse is None and return_lse:
-            lse = torch.empty(lse_shape, dtype=torch.float32, device=q.device)
-        check_result("out", out, out_shape, problem.out_dtypes)
-        check_result("lse", lse, lse_shape, (torch.float32,))
+        out = result_for("out", out, (*q.shape[:2], v_cache.shape[-1]), problem.out_dtypes, q.device)
+        lse = lse_for(lse, q.shape[:2], q.device, return_lse=return_lse)
         queries = exact_queries(q, out.dtype)
-        result = out if out.dtype in OUT_DTYPES else torch.empty(out_shape, dtype=queries.dtype, device=q.device)
-        how = problem.how_to_attend(q_scale, k_scale, v_scale, window_left)
-        self._check_pages(k_cache.shape[0], problem.window_of(how["options"]), problem.page_size)
-        how["options"] = how["options"]._replace(sinks=sinks_of(sinks, problem.num_qo_heads, self._device))
+        result = out if out.dtype in OUT_DTYPES else torch.empty(out.shape, dtype=queries.dtype, device=q.device)
+        kwargs = problem.attention_kwargs(q_scale, k_scale, v_scale, window_left)
+        self._check_pages(k_cache.shape[0], problem.window_of(kwargs["options"]), problem.page_size)
+        kwargs["options"] = kwargs["options"]._replace(sinks=sinks_of(sinks, problem.num_qo_heads, self._device))
         self._counters = self._counters_for(most * problem.q_len * problem.num_qo_heads)
         work = SplitPlan(self._kv_lens, self._plan, *self._partials(problem, v_cache.shape[-1]), self._counters)
         decode_attention(
             result, lse, queries, k_cache, v_cache, pages.table, pages.indptr, work, q_len=problem.q_len,
-            max_items=self._max_items, **how,
+            max_items=self._max_items, **kwargs,
         )  # fmt: skip
         if result is not out:
             out.copy_(result)
@@ -420,19 +418,10 @@ class BatchDecodeWithPagedKVCacheWrapper:
         return result[0], result[1]
 
     def _partials(self, problem: DecodeProblem, value_dim: int) -> tuple[Tensor, Tensor]:
-        shape = (self._max_items, problem.q_len, problem.num_qo_heads)
         if not splits_rows(self._device):
-            nothing = torch.empty(0)
-            return nothing, nothing
-        floats = self._workspace.view(-1).view(torch.uint8)
-        floats = floats[: floats.shape[0] // 4 * 4].view(torch.float32)
-        heads = math.prod(shape)
-        if heads * (value_dim + 2) > floats.shape[0]:
-            raise ValueError(
-                f"float_workspace_buffer has {self._workspace.nbytes} bytes, needed are {4 * heads * (value_dim + 2)}"
-            )
-        partial, sums = floats[: heads * (value_dim + 2)].split((heads * value_dim, heads * 2))
-        return partial.view(*shape, value_dim), sums.view(*shape, 2)
+            return torch.empty(0), torch.empty(0)
+        shape = (self._max_items, problem.q_len, problem.num_qo_heads)
+        return partials_of(floats_of(self._workspace), shape, value_dim)
 
 
 def fast_decode_plan(
@@ -449,8 +438,8 @@ def fast_decode_plan(
     A function whose first argument is the wrapper, so that it can be bound as a method; `global_override_indptr_cpu` is
     a hint, without effect.
     """
-    given = {name: value for name, value in locals().items() if name != "global_override_indptr_cpu"}
-    BatchDecodeWithPagedKVCacheWrapper.plan(**given)
+    arguments = {name: value for name, value in locals().items() if name != "global_override_indptr_cpu"}
+    BatchDecodeWithPagedKVCacheWrapper.plan(**arguments)
 
 
 class CUDAGraphBatchDecodeWithPagedKVCacheWrapper(BatchDecodeWithPagedKVCacheWrapper):

@@ -12,7 +12,6 @@ from graphdecode.attention.paged_decode import splits_rows
 from graphdecode.cache.errors import require_choice, require_fit, require_numbers, require_tensors
 from graphdecode.errors import shown
 from graphdecode.kernels.attention.attention_plan import (
-    WAVES_WHEN_FULL,
     PlanSizes,
     attention_plan,
     plan_size,
@@ -24,10 +23,14 @@ from .decode_problem import (
     FP8_DTYPES,
     MAX_TOKENS,
     OUT_DTYPES,
-    check_result,
+    floats_of,
+    lse_for,
+    partials_of,
     planned_dtypes,
     require_neutral,
+    result_for,
     sinks_of,
+    wave_items_that_fit,
 )
 from .latent_attention import LN_2, LatentProblem, attend_to_latents, number_of
 from .mla_rows import MLAPlanMetadata, MLARows
@@ -44,7 +47,7 @@ Parts = Tensor | tuple[Any, Any] | None
 
 
 class _Contract(NamedTuple):
-    """What a plan says of later runs."""
+    """The options of a plan, for later runs."""
 
     problem: LatentProblem
     causal: bool
@@ -55,7 +58,7 @@ class _Contract(NamedTuple):
 
 
 class _Work(NamedTuple):
-    """The plan of so many queries, each a row of its own, and the tensors that it is written to."""
+    """The plan of a number of queries, each a row of its own, and its tensors."""
 
     starts: Tensor  # where each query's pages begin in the list of pages
     before: Tensor  # keys that each query sees, less one
@@ -109,9 +112,9 @@ class BatchMLAPagedAttentionWrapper:
         self._workspace, self._is_captured = float_workspace_buffer, use_cuda_graph
         self._contract: _Contract | None = None
         self._rows: MLARows | None = None  # of the plan
-        self._told: MLARows | None = None  # the same, as far as they were told on the host
+        self._host_rows: MLARows | None = None  # the same, as far as they are on the host
         self._work: _Work | None = None
-        self._least = 0  # queries that a later run has at least, if it is known
+        self._least = 0  # the fewest queries of a later run, if known
         self._buffers: MLARows | None = None
         buffers = (qo_indptr, kv_indptr, kv_indices, kv_len_arr)
         if use_cuda_graph and any(each is not None for each in buffers):
@@ -180,7 +183,7 @@ class BatchMLAPagedAttentionWrapper:
             query_layout, kv_cache_layout: part of the surface; `run` takes both forms of both.
             lse_mode: `none`, or the base of log-sum-exps that `run` is asked for.
             output_dtype: float16, bfloat16, float32, or the queries'; None: the queries'.
-            scale_mode: part of the surface; `run` takes the scales that it is given.
+            scale_mode: part of the surface; `run` takes its own scales.
             use_sinks: whether `run` has sinks.
             output_scale, skip_softmax: part of the surface; must be "none" and False.
             use_profiler, max_q_len, enable_pdl: hints, without effect.
@@ -214,28 +217,29 @@ class BatchMLAPagedAttentionWrapper:
         }  # fmt: skip
         self._plan_rows(contract, MLARows.of(metadata, flat, self.device))
 
-    def _plan_rows(self, contract: _Contract, given: MLARows) -> None:
-        is_listed = given.kv_indptr is not None
+    def _plan_rows(self, contract: _Contract, new_rows: MLARows) -> None:
+        is_listed = new_rows.kv_indptr is not None
         buffers = self._buffers if is_listed else None
         if self._is_captured and is_listed:
             if buffers is None:
                 raise ValueError("use_cuda_graph needs the buffers qo_indptr, kv_indptr, kv_indices and kv_len_arr")
-            given.check_fit(buffers)
+            new_rows.check_fit(buffers)
         if self.device.type == "cuda":
-            given.check_host_values(contract.problem.page_size)
-        least = given.queries
-        held = 0 if self._work is None or not self._is_captured else self._work.queries
-        queries = max(least or 0, held, given.rows if buffers is None else buffers.rows)
-        keeps = (
-            self._is_captured and not is_listed and all(each is None or each.device == self.device for each in given)
+            new_rows.check_host_values(contract.problem.page_size)
+        least = new_rows.queries
+        planned = 0 if self._work is None or not self._is_captured else self._work.queries
+        queries = max(least or 0, planned, new_rows.rows if buffers is None else buffers.rows)
+        is_in_place = (
+            self._is_captured and not is_listed and all(each is None or each.device == self.device for each in new_rows)
         )
-        rows = given if keeps else given.on(self.device)  # what is kept may be changed in place
+        rows = new_rows if is_in_place else new_rows.on(self.device)  # these may be changed in place
         work = self._planned(contract, rows, queries, self._work)
         if buffers is not None:
             rows.copy_to(buffers)
             rows = buffers
-        told = given.on(torch.device("cpu")) if given.pages.is_cpu and self.device.type != "cpu" else rows
-        self._contract, self._rows, self._told, self._work, self._least = contract, rows, told, work, least or 0
+        host_rows = new_rows.on(torch.device("cpu")) if new_rows.pages.is_cpu and self.device.type != "cpu" else rows
+        self._contract, self._rows, self._host_rows = contract, rows, host_rows
+        self._work, self._least = work, least or 0
 
     def _planned(self, contract: _Contract, rows: MLARows, queries: int, work: _Work | None = None) -> _Work:
         """Plan so many queries, into the tensors of a plan before if these are as many."""
@@ -261,11 +265,10 @@ class BatchMLAPagedAttentionWrapper:
         """Return the most work items of so many queries, what they are split by, and whether they are at all."""
         wave_items = problem.wave_items(self.device)
         items = work_items(queries, wave_items)
-        held = self._workspace.nbytes // (4 * problem.floats_of_query)
-        if not splits_rows(self.device) or items <= held:
+        most_items = self._workspace.nbytes // (4 * problem.floats_of_query)
+        if not splits_rows(self.device) or items <= most_items:
             return items, PlanSizes(wave_items), splits_rows(self.device)
-        most = min(wave_items, held)  # fewer splits fit too
-        wave_items = most if queries <= most else (held - queries) // WAVES_WHEN_FULL
+        wave_items = wave_items_that_fit(queries, wave_items, most_items)
         if wave_items <= 0:  # no room for partial results
             return queries, PlanSizes(1, MAX_TOKENS), False
         return work_items(queries, wave_items), PlanSizes(wave_items), True
@@ -334,7 +337,7 @@ class BatchMLAPagedAttentionWrapper:
         queries = _parts_of("query", query, "q_nope", q_nope, "q_pe", q_pe, ckv_dim)
         caches = _parts_of("kv_cache", kv_cache, "ckv_cache", ckv_cache, "kpe_cache", kpe_cache, ckv_dim)
         if (kv_len is None) != (page_table is None):
-            raise ValueError("kv_len and page_table are given together, got one of them")
+            raise ValueError("kv_len and page_table need each other, got one of them")
         if contract is None:
             if kv_len is None:
                 raise RuntimeError("call plan() before run()")
@@ -375,38 +378,29 @@ class BatchMLAPagedAttentionWrapper:
             rows = MLARows(each, None, page_table.contiguous(), kv_len)
             rows.check_numbers(contract.problem.page_size, num_pages)
             return rows, self._planned(contract, rows, tokens)
-        held, told, work = self._rows, self._told, self._work
-        assert held is not None
-        assert told is not None
+        rows_planned, host_rows, work = self._rows, self._host_rows, self._work
+        assert rows_planned is not None
+        assert host_rows is not None
         assert work is not None
-        told.check_numbers(contract.problem.page_size, num_pages)
-        if tokens > work.queries or (self._is_captured and held.kv_indptr is None):
-            self._work = work = self._planned(contract, held, max(tokens, work.queries), work)
-        return held, work
+        host_rows.check_numbers(contract.problem.page_size, num_pages)
+        if tokens > work.queries or (self._is_captured and rows_planned.kv_indptr is None):
+            self._work = work = self._planned(contract, rows_planned, max(tokens, work.queries), work)
+        return rows_planned, work
 
     def _results(
         self, contract: _Contract, shape: torch.Size, out: Tensor | None, lse: Tensor | None, returns: bool, on_e: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """Return where to write; raises ValueError if what is given does not fit."""
+        """Return the tensors to write into; raises ValueError if an argument does not fit."""
         if (returns or lse is not None) and contract.lse_mode not in ("none", "basee" if on_e else "base2"):
             raise ValueError(f"return_lse_base_on_e={on_e} is not lse_mode={contract.lse_mode!r}, as planned")
-        if out is None:
-            out = torch.empty(shape, dtype=contract.out_dtype, device=self.device)
         dtypes = (contract.out_dtype, *(OUT_DTYPES if contract.out_dtype in FP8_DTYPES else ()))
-        check_result("out", out, tuple(shape), dtypes, self.device)
-        if lse is None and returns:
-            lse = torch.empty(shape[:2], dtype=torch.float32, device=self.device)
-        check_result("lse", lse, tuple(shape[:2]), (torch.float32,), self.device)
-        return out, lse
+        out = result_for("out", out, shape, dtypes, self.device)
+        return out, lse_for(lse, shape[:2], self.device, return_lse=returns)
 
     def _partials(self, problem: LatentProblem, work: _Work) -> tuple[Tensor, Tensor]:
         if not work.is_split:
-            nothing = torch.empty(0, device=self.device)
-            return nothing, nothing
-        heads, dim = work.max_items * problem.num_heads, problem.head_dim_ckv
-        floats = self._workspace.view(-1).view(torch.uint8)[: 4 * heads * (dim + 2)].view(torch.float32)
-        partial, sums = floats.split((heads * dim, heads * 2))
-        return partial, sums
+            return torch.empty(0, device=self.device), torch.empty(0, device=self.device)
+        return partials_of(floats_of(self._workspace), (work.max_items, 1, problem.num_heads), problem.head_dim_ckv)
 
 
 def _parts_of(

@@ -15,7 +15,7 @@ from graphdecode.kernels.attention.attention_plan import check_page_lists
 from graphdecode.kernels.surfaces.cascade_rows import check_query_lists, require_queries
 
 from .cascade_level import CascadeLevel, LevelLists, LevelRows
-from .decode_problem import DecodeProblem, exact_queries, planned_dtypes
+from .decode_problem import DecodeProblem, exact_queries, floats_of, planned_dtypes
 
 _MAX_LEVELS = 64
 
@@ -77,7 +77,7 @@ class MultiLevelCascadeAttentionWrapper:
         self._lists: list[LevelLists] = []
         self._problem: DecodeProblem | None = None
         self._causal = False
-        self._least_queries = self._queries = 0  # those planned, as far as the host knows, and those there is room for
+        self._least_queries = self._queries = 0  # planned, as far as the host knows, and the capacity
         self._counters = torch.zeros(0, dtype=torch.int32, device=self._device)
 
     @property
@@ -157,45 +157,47 @@ class MultiLevelCascadeAttentionWrapper:
             num_qo_heads, num_kv_heads, head_dim, *planned_dtypes(q_data_type, kv_data_type, None), pos_encoding_mode,
             window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta, page_size,
         )  # fmt: skip
-        given = _lists_of(
+        levels = _lists_of(
             len(self._levels),
             qo_indptr_arr=qo_indptr_arr,
             paged_kv_indptr_arr=paged_kv_indptr_arr,
             paged_kv_indices_arr=paged_kv_indices_arr,
             paged_kv_last_page_len=paged_kv_last_page_len,
         )
-        most = sum(lists.indices.shape[0] for lists in given) * page_size  # tokens that one query may see
-        if window_left >= 0 and len(given) > 1 and window_left < most - 1:
+        most = sum(lists.indices.shape[0] for lists in levels) * page_size  # tokens that one query may see
+        if window_left >= 0 and len(levels) > 1 and window_left < most - 1:
             raise ValueError(
-                f"window_left must be -1 with {len(given)} levels, or at least {most - 1}: keys of upper levels have "
+                f"window_left must be -1 with {len(levels)} levels, or at least {most - 1}: keys of upper levels have "
                 f"no window of their own, got {window_left}"
             )
-        for level, (lists, buffers) in enumerate(zip(given, self._buffers or [], strict=False)):
+        for level, (lists, buffers) in enumerate(zip(levels, self._buffers or [], strict=False)):
             _check_room(level, lists, buffers)
-        known = None
+        num_queries = None
         if self._device.type == "cuda":  # on a CPU the operator checks: a captured plan reads nothing here
-            known = [_check_values(level, lists, given[-1], page_size) for level, lists in enumerate(given)][-1]
-        if known is not None:
-            _check_window(problem, given[-1].rows, known, causal=causal)
-        self._plan_lists(problem, given, known, causal=causal)
+            num_queries = [_check_values(level, lists, levels[-1], page_size) for level, lists in enumerate(levels)][-1]
+        if num_queries is not None:
+            _check_window(problem, levels[-1].rows, num_queries, causal=causal)
+        self._plan_lists(problem, levels, num_queries, causal=causal)
 
     begin_forward = plan
 
-    def _plan_lists(self, problem: DecodeProblem, given: list[LevelLists], known: int | None, *, causal: bool) -> None:
-        """Plan; `known` is the number of queries, if that is on the host."""
-        queries = max([known or 0, *(lists.rows for lists in self._buffers or given)])
-        placed = [
+    def _plan_lists(
+        self, problem: DecodeProblem, levels: list[LevelLists], num_queries: int | None, *, causal: bool
+    ) -> None:
+        """Plan; `num_queries` is None where it is not on the host."""
+        queries = max([num_queries or 0, *(lists.rows for lists in self._buffers or levels)])
+        on_device = [
             LevelLists(*(each.to(self._device, non_blocking=True, copy=each.is_cpu) for each in lists))
-            for lists in given
+            for lists in levels
         ]
-        rows = [LevelRows.of(lists, placed[-1], queries, problem.page_size) for lists in placed]
-        self._floats(problem, placed, queries, causal=causal)
+        rows = [LevelRows.of(lists, on_device[-1], queries, problem.page_size) for lists in on_device]
+        self._floats(problem, on_device, queries, causal=causal)
 
         if self._buffers is not None:
-            for lists, buffers in zip(placed, self._buffers, strict=True):
+            for lists, buffers in zip(on_device, self._buffers, strict=True):
                 lists.copy_to(buffers)
-            placed = self._buffers
-        self._lists, self._problem, self._causal, self._least_queries = placed, problem, causal, known or 0
+            on_device = self._buffers
+        self._lists, self._problem, self._causal, self._least_queries = on_device, problem, causal, num_queries or 0
         self._plan_levels(problem, rows, queries)
 
     def _shares(self, problem: DecodeProblem, lists: list[LevelLists], *, causal: bool) -> list[bool]:
@@ -212,23 +214,24 @@ class MultiLevelCascadeAttentionWrapper:
         )
         if self._device.type != "cuda":
             return torch.empty(needed, dtype=torch.float32)
-        held = self._workspace.view(-1).view(torch.uint8)
-        held = held[: held.shape[0] // 4 * 4].view(torch.float32)
-        if held.shape[0] < needed:
+        floats = floats_of(self._workspace)
+        if floats.shape[0] < needed:
             raise ValueError(
                 f"float_workspace_buffer has {self._workspace.nbytes} bytes, but {queries} queries need {4 * needed}"
             )
-        return held
+        return floats
 
     def _plan_levels(self, problem: DecodeProblem, rows: list[LevelRows], queries: int) -> None:
         newer = rows[-1].newer
         ahead = torch.stack([level.lens for level in rows]).sum(0, dtype=torch.int32) - newer  # of each level's end
         shares = self._shares(problem, self._lists, causal=self._causal)
-        for level, own, is_shared in zip(self._levels, rows, shares, strict=True):
-            seen = (own.lens - newer).clamp_(min=0) if self._causal and own is rows[-1] else own.lens
-            ahead = ahead - seen
+        for level, level_rows, is_shared in zip(self._levels, rows, shares, strict=True):
+            num_keys = level_rows.lens
+            if self._causal and level_rows is rows[-1]:
+                num_keys = (num_keys - newer).clamp_(min=0)
+            ahead = ahead - num_keys
             window_left = problem.window_left if len(rows) == 1 else -1
-            level.plan(problem, own.begins, seen, ahead, is_shared=is_shared, window_left=window_left)
+            level.plan(problem, level_rows.begins, num_keys, ahead, is_shared=is_shared, window_left=window_left)
         self._queries = queries
         if self._counters.shape[0] < queries * problem.num_qo_heads:
             counters = queries * problem.num_qo_heads
@@ -266,10 +269,10 @@ class MultiLevelCascadeAttentionWrapper:
             lists = self._lists
             rows = [LevelRows.of(level, lists[-1], queries, problem.page_size) for level in lists]
             self._plan_levels(problem, rows, queries)
-        how = problem.how_to_attend(None, None, None, problem.window_left if len(self._levels) == 1 else -1)
+        kwargs = problem.attention_kwargs(None, None, None, problem.window_left if len(self._levels) == 1 else -1)
         wide = exact_queries(q, torch.float32)
         states = [
-            level.attend(how, wide, k_cache, v_cache, lists.indices, floats, self._counters)
+            level.attend(kwargs, wide, k_cache, v_cache, lists.indices, floats, self._counters)
             for level, lists in zip(self._levels, self._lists, strict=True)
         ]
         out, lse = states.pop()
@@ -280,31 +283,31 @@ class MultiLevelCascadeAttentionWrapper:
     forward = run
 
 
-def _check_count(name: str, given: object, levels: int) -> None:
-    if not isinstance(given, list | tuple) or len(given) != levels:
-        count = len(given) if isinstance(given, list | tuple) else shown(given)
+def _check_count(name: str, tensors: object, levels: int) -> None:
+    if not isinstance(tensors, list | tuple) or len(tensors) != levels:
+        count = len(tensors) if isinstance(tensors, list | tuple) else shown(tensors)
         raise ValueError(f"{name} must be a list of {levels} tensors, one a level, got {count}")
 
 
-def _lists_of(levels: int, **given: Any) -> list[LevelLists]:
+def _lists_of(levels: int, **arguments: Any) -> list[LevelLists]:
     """Return the lists of each level, as `LevelLists` has them; raises ValueError if they do not fit each other."""
-    for name, tensors in given.items():
+    for name, tensors in arguments.items():
         _check_count(name, tensors, levels)
         for level, tensor in enumerate(tensors):
             require_tensors(**{f"{name}[{level}]": tensor})
             require_fit(f"{name}[{level}]", tensor, ("entries",), torch.int32)
             if tensor.is_meta:
                 raise ValueError(f"{name}[{level}] must hold numbers, and is on the meta device")
-    queries, pages, _, last = given
-    found = [LevelLists(*tensors) for tensors in zip(*given.values(), strict=True)]
-    for level, lists in enumerate(found):
+    queries, pages, _, last = arguments
+    level_lists = [LevelLists(*tensors) for tensors in zip(*arguments.values(), strict=True)]
+    for level, lists in enumerate(level_lists):
         for name, tensor in ((queries, lists.qo_indptr), (pages, lists.indptr)):
             if tensor.shape[0] != lists.rows + 1 or not lists.rows:
                 raise ValueError(
                     f"{name}[{level}] must have one entry more than {last}[{level}], and at least 2, got "
                     f"{tensor.shape[0]} and {lists.rows}"
                 )
-    return found
+    return level_lists
 
 
 def _check_room(level: int, lists: LevelLists, buffers: LevelLists) -> None:

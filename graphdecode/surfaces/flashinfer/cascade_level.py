@@ -1,4 +1,4 @@
-"""One level of a cascade: its lists of queries and pages, what is planned of them on the device, and attention."""
+"""One level of a cascade: its lists of queries and pages, their plan on the device, and attention."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from graphdecode.kernels.attention.decode_attention import decode_attention
 from graphdecode.kernels.attention.work_item import SplitPlan
 from graphdecode.kernels.surfaces.cascade_rows import cascade_rows
 
-from .decode_problem import DecodeProblem
+from .decode_problem import DecodeProblem, partials_of
 
 _TILE_QUERIES = 64  # queries times heads of a group that share one reading of the keys
 
@@ -43,7 +43,7 @@ class LevelLists(NamedTuple):
 
 
 class LevelRows(NamedTuple):
-    """What `cascade_rows` writes of each query of a level."""
+    """The results of `cascade_rows` for each query of a level."""
 
     begins: Tensor
     lens: Tensor
@@ -61,14 +61,14 @@ class LevelRows(NamedTuple):
 
 
 class CascadeLevel:
-    """What a level's queries see, at fixed addresses while no later plan is for more queries.
+    """The keys that a level's queries see, at fixed addresses while no later plan is for more queries.
 
     Each query is a row of the decode kernels. A level of one row is read once for all queries, as heads of one query.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self.begins = self.seen = self._lens = self._ahead = self._plan = torch.zeros(
+        self.begins = self.num_keys = self._lens = self._ahead = self._plan = torch.zeros(
             0, dtype=torch.int32, device=device
         )
         self.is_shared, self.max_items = False, 0
@@ -76,7 +76,7 @@ class CascadeLevel:
     @property
     def workspace(self) -> list[Tensor]:
         """The tensors that a plan writes."""
-        return [self.begins, self.seen, self._lens, self._ahead, self._plan]
+        return [self.begins, self.num_keys, self._lens, self._ahead, self._plan]
 
     @staticmethod
     def floats(problem: DecodeProblem, device: torch.device, queries: int, *, is_shared: bool) -> int:
@@ -89,37 +89,44 @@ class CascadeLevel:
         )
 
     def plan(
-        self, problem: DecodeProblem, begins: Tensor, seen: Tensor, ahead: Tensor, *, is_shared: bool, window_left: int
+        self,
+        problem: DecodeProblem,
+        begins: Tensor,
+        num_keys: Tensor,
+        ahead: Tensor,
+        *,
+        is_shared: bool,
+        window_left: int,
     ) -> None:
         """Plan on the device.
 
         Args:
             problem: the parameters.
             begins: int32 [queries + 1], see `cascade_rows`.
-            seen: int32 [queries], keys that each query sees; 0: none.
+            num_keys: int32 [queries], keys that each query sees; 0: none.
             ahead: int32 [queries], how much later than the last key it sees, within the level, each query stands.
             is_shared: whether all queries see the same keys.
             window_left: see `AttentionOptions`.
         """
-        queries = seen.shape[0]
+        queries = num_keys.shape[0]
         rows = 1 if is_shared else queries
         wave_items = _wave_items(problem, self._device, queries, is_shared=is_shared)
         items = work_items(rows, wave_items)
-        if self.seen.shape[0] != queries:
-            self.begins, self.seen, self._ahead = (torch.empty_like(each) for each in (begins, seen, ahead))
+        if self.num_keys.shape[0] != queries:
+            self.begins, self.num_keys, self._ahead = (torch.empty_like(each) for each in (begins, num_keys, ahead))
         if self._lens.shape[0] != rows:
-            self._lens = torch.zeros_like(seen[:rows])
+            self._lens = torch.zeros_like(num_keys[:rows])
         if self._plan.shape[0] < plan_size(items):
             self._plan = torch.zeros(plan_size(items), dtype=torch.int32, device=self._device)
-        for kept, given in ((self.begins, begins), (self.seen, seen), (self._ahead, ahead)):
-            kept.copy_(given)
+        for target, source in ((self.begins, begins), (self.num_keys, num_keys), (self._ahead, ahead)):
+            target.copy_(source)
         self.is_shared, self.max_items = is_shared, items
         live = torch.full((1,), rows, dtype=torch.int32, device=self._device)
-        attention_plan(self._lens, self._plan, self.seen[:rows] - 1, live, PlanSizes(wave_items, 0, window_left))
+        attention_plan(self._lens, self._plan, self.num_keys[:rows] - 1, live, PlanSizes(wave_items, 0, window_left))
 
     def attend(
         self,
-        how: dict[str, Any],
+        kwargs: dict[str, Any],
         q: Tensor,
         k: Tensor,
         v: Tensor,
@@ -132,34 +139,28 @@ class CascadeLevel:
         Partial results are written into `floats`; there is a counter for each query and head, see `SplitPlan`.
         """
         queries, heads, _ = q.shape
-        mode, rope_scale, rope_theta = how["positions"]
+        mode, rope_scale, rope_theta = kwargs["positions"]
         if mode == "ROPE_LLAMA":  # the kernel rotates as if the newest key seen were the query's own
             q = rotate_half(q.transpose(0, 1), self._ahead[:queries], rope_scale, rope_theta).transpose(0, 1)
             q = q.contiguous()
         split = self._split(queries * heads if self.is_shared else heads, v.shape[-1], floats, counters)
         if self.is_shared:
-            out, lse = attend_together(q, k, v, indices, self.begins, split, self.max_items, how)
-            is_listed = self.seen[:queries] > 0
+            out, lse = attend_together(q, k, v, indices, self.begins, split, self.max_items, kwargs)
+            is_listed = self.num_keys[:queries] > 0
             out.masked_fill_(~is_listed[:, None, None], 0.0)
             lse.masked_fill_(~is_listed[:, None], -math.inf)
         else:
             out = torch.empty(queries, heads, v.shape[-1], dtype=torch.float32, device=q.device)
             lse = torch.empty(queries, heads, dtype=torch.float32, device=q.device)
-            decode_attention(out, lse, q, k, v, indices, self.begins, split, max_items=self.max_items, **how)
+            decode_attention(out, lse, q, k, v, indices, self.begins, split, max_items=self.max_items, **kwargs)
         if mode == "ALIBI":  # all logits of the level are less by the same
             lse -= self._ahead[:queries, None] * (alibi_slopes(heads, q.device) * math.log2(math.e))
         return out, lse
 
     def _split(self, heads: int, value_dim: int, floats: Tensor, counters: Tensor) -> SplitPlan:
         """Return the plan with the workspace of an item, which has so many heads."""
-        size = self.max_items * heads
-        if floats.shape[0] < size * (value_dim + 2):
-            raise ValueError(
-                f"float_workspace_buffer has {4 * floats.shape[0]} bytes, needed are {4 * size * (value_dim + 2)}"
-            )
-        partial, sums = floats[: size * (value_dim + 2)].split((size * value_dim, size * 2))
-        shape = (self.max_items, 1, heads)
-        return SplitPlan(self._lens, self._plan, partial.view(*shape, value_dim), sums.view(*shape, 2), counters)
+        partials = partials_of(floats, (self.max_items, 1, heads), value_dim)
+        return SplitPlan(self._lens, self._plan, *partials, counters)
 
 
 def attend_together(
@@ -170,7 +171,7 @@ def attend_together(
     indptr: Tensor | None,
     work: SplitPlan,
     max_items: int,
-    how: dict[str, Any],
+    kwargs: dict[str, Any],
 ) -> tuple[Tensor, Tensor]:
     """Return the attention of all queries [queries, heads, dim] over the keys of one row, which are read once.
 
@@ -181,7 +182,7 @@ def attend_together(
     joined = q.unflatten(1, (kv_heads, -1)).transpose(0, 1).reshape(1, -1, dim)
     out = torch.empty(1, joined.shape[1], v.shape[-1], dtype=torch.float32, device=device)
     lse = torch.empty(1, joined.shape[1], dtype=torch.float32, device=device)
-    decode_attention(out, lse, joined, k, v, table, indptr, work, max_items=max_items, **how)
+    decode_attention(out, lse, joined, k, v, table, indptr, work, max_items=max_items, **kwargs)
     split = (kv_heads, queries, heads // kv_heads)
     return (
         out.view(*split, -1).transpose(0, 1).reshape(queries, heads, -1),

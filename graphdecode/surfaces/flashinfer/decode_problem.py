@@ -13,13 +13,14 @@ from torch import Tensor
 from graphdecode.attention.paged_decode import wave_items_for
 from graphdecode.cache.errors import require_choice, require_fit, require_numbers, require_range, require_tensors
 from graphdecode.errors import shown
+from graphdecode.kernels.attention.attention_plan import WAVES_WHEN_FULL
 from graphdecode.kernels.attention.attention_records import AttentionOptions
 from graphdecode.kernels.attention.attention_torch import POSITION_MODES, Positions
 
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 OUT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 DTYPES = (*OUT_DTYPES, *FP8_DTYPES)
-Q_DTYPE_LEFT_OUT = str(b"float16", "ascii")  # a new object: equal to a given "float16", but not identical
+Q_DTYPE_LEFT_OUT = str(b"float16", "ascii")  # a new object: equal to a caller's "float16", but not identical
 BACKENDS = ("auto", "fa2", "fa3", "trtllm-gen", "cudnn", "cute-dsl")  # all mean the same here
 _MAX_HEADS, MAX_TOKENS = 1 << 16, 1 << 30  # positions are int32
 _MIN_HEAD_DIM, _MAX_HEAD_DIM = 16, 512
@@ -27,10 +28,10 @@ _LARGEST = 1 << 20  # limit of tokens per page and queries per row
 
 
 def _dtype_of(name: str, value: str | torch.dtype) -> torch.dtype:
-    found = getattr(torch, value, None) if isinstance(value, str) else value
-    if not isinstance(found, torch.dtype) or found not in DTYPES:
+    parsed = getattr(torch, value, None) if isinstance(value, str) else value
+    if not isinstance(parsed, torch.dtype) or parsed not in DTYPES:
         raise ValueError(f"{name} must be one of {', '.join(str(dtype)[6:] for dtype in DTYPES)}, got {value!r}")
-    return found
+    return parsed
 
 
 def planned_dtypes(
@@ -57,28 +58,28 @@ def exact_queries(q: Tensor, out_dtype: torch.dtype) -> Tensor:
 
 
 def _scale_of(**scales: float | None) -> float:
-    given = {name: 1.0 if each is None else each for name, each in scales.items()}
-    for name, each in given.items():
+    numbers = {name: 1.0 if each is None else each for name, each in scales.items()}
+    for name, each in numbers.items():
         if isinstance(each, Tensor) and each.numel() == 1:
-            given[name] = each.item()
-    require_numbers(**given)
-    return math.prod(map(float, given.values()))
+            numbers[name] = each.item()
+    require_numbers(**numbers)
+    return math.prod(map(float, numbers.values()))
 
 
 def device_scales(device: torch.device, **scales: float | Tensor | None) -> list[float | Tensor]:
     """Return each scale as a number, or as a float32 [] on the device, which is not read on the host."""
-    found: list[float | Tensor] = []
+    converted: list[float | Tensor] = []
     for name, scale in scales.items():
         if isinstance(scale, Tensor):
             require_tensors(device, **{name: scale})
             require_fit(name, scale.reshape(-1), (1,), torch.float32)
-            found.append(scale.reshape(()))
+            converted.append(scale.reshape(()))
         elif scale is None:
             raise ValueError(f"{name} must be a number or one float32, got None")
         else:
             require_numbers(**{name: scale})
-            found.append(float(scale))
-    return found
+            converted.append(float(scale))
+    return converted
 
 
 @dataclass(frozen=True)
@@ -105,11 +106,11 @@ class DecodeProblem:
     o_data_type: str | torch.dtype | None = None  # None: the queries'
 
     @classmethod
-    def of(cls, given: Mapping[str, Any]) -> DecodeProblem:
+    def of(cls, arguments: Mapping[str, Any]) -> DecodeProblem:
         """Return the problem of a plan's arguments, by their published names; other names have no effect."""
-        q_dtype, kv_dtype = planned_dtypes(given["q_data_type"], given["kv_data_type"], given["data_type"])
-        named = {field.name: given[field.name] for field in fields(cls) if field.name in given}
-        return cls(**named, q_dtype=q_dtype, kv_dtype=kv_dtype, q_len=given["q_len_per_req"])
+        q_dtype, kv_dtype = planned_dtypes(arguments["q_data_type"], arguments["kv_data_type"], arguments["data_type"])
+        named = {field.name: arguments[field.name] for field in fields(cls) if field.name in arguments}
+        return cls(**named, q_dtype=q_dtype, kv_dtype=kv_dtype, q_len=arguments["q_len_per_req"])
 
     def __post_init__(self) -> None:
         require_range(1, _MAX_HEADS, num_qo_heads=self.num_qo_heads, num_kv_heads=self.num_kv_heads)
@@ -148,8 +149,8 @@ class DecodeProblem:
         """Raise a ValueError if a run's queries and keys (NHD) do not fit the plan."""
         require_tensors(q=q)
         require_fit("q", q, ("rows", self.num_qo_heads, self.head_dim))
-        if (given := (q.dtype, k_cache.dtype)) != (self.q_dtype, self.kv_dtype):
-            raise ValueError(f"queries and cache must be {self.q_dtype} and {self.kv_dtype} as planned, got {given}")
+        if (dtypes := (q.dtype, k_cache.dtype)) != (self.q_dtype, self.kv_dtype):
+            raise ValueError(f"queries and cache must be {self.q_dtype} and {self.kv_dtype} as planned, got {dtypes}")
         fits = (self.page_size, self.num_kv_heads, self.head_dim)
         if tuple(k_cache.shape[1:]) != fits:
             raise ValueError(
@@ -160,12 +161,12 @@ class DecodeProblem:
 
     @property
     def o_dtype(self) -> torch.dtype:
-        """The dtype of results that are not given."""
+        """The dtype of results without an `out`."""
         return self.o_data_type if isinstance(self.o_data_type, torch.dtype) else self.q_dtype
 
     @property
     def out_dtypes(self) -> tuple[torch.dtype, ...]:
-        """The dtypes of results that may be given."""
+        """The dtypes that `out` may have."""
         if self.o_data_type is None and self.q_dtype in FP8_DTYPES:
             return (self.q_dtype, *OUT_DTYPES)
         return (self.o_dtype,)
@@ -175,10 +176,10 @@ class DecodeProblem:
         """Partial results of a work item, whose values are as wide as keys."""
         return self.q_len * self.num_qo_heads * (self.head_dim + 2)
 
-    def how_to_attend(
+    def attention_kwargs(
         self, q_scale: float | None, k_scale: float | None, v_scale: float | None, window_left: int | None = None
     ) -> dict[str, Any]:
-        """Return the keywords of `decode_attention` for logits, output scale and positions."""
+        """Return the arguments of `decode_attention` for logits, output scale and positions."""
         window = self.window_left if window_left is None else window_left
         require_range(-1, MAX_TOKENS, window_left=window)
         scale = self.sm_scale * _scale_of(q_scale=q_scale, k_scale=k_scale)  # type: ignore[operator]
@@ -206,25 +207,57 @@ class DecodeProblem:
         )
 
 
-def check_result(
-    name: str,
-    tensor: Tensor | None,
-    shape: tuple[int, ...],
-    dtypes: tuple[torch.dtype, ...],
-    device: torch.device | None = None,
-) -> None:
-    """Raise a ValueError if a tensor to write into, unless it is None, does not fit; device: None means any."""
+def result_for(
+    name: str, tensor: Tensor | None, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...], device: torch.device
+) -> Tensor:
+    """Return the tensor to write into, or for None a new one of the first dtype.
+
+    Raises:
+        ValueError: the tensor does not fit.
+    """
     if tensor is None:
-        return
+        return torch.empty(shape, dtype=dtypes[0], device=device)
     require_tensors(device, **{name: tensor})
-    require_fit(name, tensor, shape, *dtypes)
+    require_fit(name, tensor, shape, *dict.fromkeys(dtypes))
     if not tensor.is_contiguous():
         raise ValueError(f"{name} must be contiguous, got strides {tensor.stride()}")
+    return tensor
 
 
-def require_neutral(**given: tuple[Any, Any]) -> None:
+def lse_for(lse: Tensor | None, shape: tuple[int, ...], device: torch.device, *, return_lse: bool) -> Tensor | None:
+    """Return the float32 tensor for log-sum-exps, or None if there are none to write; see `result_for`."""
+    return result_for("lse", lse, shape, (torch.float32,), device) if return_lse or lse is not None else None
+
+
+def floats_of(workspace: Tensor) -> Tensor:
+    """Return a workspace of any dtype as float32."""
+    as_bytes = workspace.view(-1).view(torch.uint8)
+    return as_bytes[: as_bytes.shape[0] // 4 * 4].view(torch.float32)
+
+
+def partials_of(floats: Tensor, shape: tuple[int, ...], value_dim: int) -> tuple[Tensor, Tensor]:
+    """Return the workspace as partial results [*shape, value_dim] and their sums [*shape, 2], see `SplitPlan`.
+
+    Raises:
+        ValueError: it is too small.
+    """
+    heads = math.prod(shape)
+    needed = heads * (value_dim + 2)
+    if floats.shape[0] < needed:
+        raise ValueError(f"float_workspace_buffer has {floats.nbytes} bytes, needed are {4 * needed}")
+    partial, sums = floats[:needed].split((heads * value_dim, heads * 2))
+    return partial.view(*shape, value_dim), sums.view(*shape, 2)
+
+
+def wave_items_that_fit(rows: int, wave_items: int, most_items: int) -> int:
+    """Return the most work items to split rows into, of which a workspace holds `most_items`; 0 or less: none fit."""
+    wave_items = min(wave_items, most_items)
+    return wave_items if rows <= wave_items else (most_items - rows) // WAVES_WHEN_FULL
+
+
+def require_neutral(**arguments: tuple[Any, Any]) -> None:
     """Raise a ValueError for an argument whose value is not the one that changes nothing."""
-    for name, (value, neutral) in given.items():
+    for name, (value, neutral) in arguments.items():
         if isinstance(value, Tensor) or value != neutral:
             raise ValueError(f"{name} is not supported: it must be {neutral}, got {shown(value)}")
 

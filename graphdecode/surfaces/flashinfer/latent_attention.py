@@ -27,7 +27,7 @@ _LATENT_DIMS, _MOST_ROTATED = (16, 512), 256
 
 @dataclass(frozen=True)
 class LatentProblem:
-    """What a plan says apart from the batch.
+    """The arguments of a plan that do not depend on the batch.
 
     Raises:
         ValueError: a size is outside its range.
@@ -99,7 +99,7 @@ def attend_to_latents(
         table, starts, work, q_len, max_items: as `decode_attention` takes them.
         sm_scale: multiplies the logits.
         sinks: float32 [heads], or None.
-        ckv_scale, kpe_scale: what the cache's parts are multiplied with.
+        ckv_scale, kpe_scale: multiply the cache's parts.
         out_scale: multiplies the output.
     """
     latent, rotated = (exact_queries(each, out.dtype) for each in queries)

@@ -84,21 +84,21 @@ class MLARows(NamedTuple):
     @classmethod
     def of(cls, metadata: MLAPlanMetadata | None, flat: dict[str, Any], device: torch.device) -> MLARows:
         """Return the rows of a plan's arguments; raises ValueError if these do not fit each other. No value is read."""
-        given = {name: value for name, value in flat.items() if value is not None}
+        arguments = {name: value for name, value in flat.items() if value is not None}
         if metadata is not None:
             if not isinstance(metadata, MLAPlanMetadata):
                 raise ValueError(f"metadata must be an MLAPlanMetadata, got {shown(metadata)}")
-            if given:
-                raise ValueError(f"metadata takes the place of {', '.join(given)}, got both")
-            given = {name: value for name, value in vars(metadata).items() if value is not None}
-        elif set(given) & set(_CSR) and set(given) - set(_CSR):
-            raise ValueError(f"rows are {', '.join(_CSR)} or {', '.join(_DENSE)}, got {', '.join(given)}")
-        if given.get("max_q_len") is not None:
-            require_positive(max_q_len=given["max_q_len"])
-        names = _CSR if set(given) & set(_CSR) else _DENSE
-        if missing := [name for name in names if name not in given]:
+            if arguments:
+                raise ValueError(f"metadata takes the place of {', '.join(arguments)}, got both")
+            arguments = {name: value for name, value in vars(metadata).items() if value is not None}
+        elif set(arguments) & set(_CSR) and set(arguments) - set(_CSR):
+            raise ValueError(f"rows are {', '.join(_CSR)} or {', '.join(_DENSE)}, got {', '.join(arguments)}")
+        if arguments.get("max_q_len") is not None:
+            require_positive(max_q_len=arguments["max_q_len"])
+        names = _CSR if set(arguments) & set(_CSR) else _DENSE
+        if missing := [name for name in names if name not in arguments]:
             raise ValueError(f"plan needs metadata, {', '.join(_CSR)} or {', '.join(_DENSE)}: {missing[0]} is None")
-        tensors = [given[name] for name in names]
+        tensors = [arguments[name] for name in names]
         for name, tensor in zip(names, tensors, strict=True):
             require_tensors(**{name: tensor})
             if tensor.device not in (device, torch.device("cpu")):
@@ -119,7 +119,7 @@ class MLARows(NamedTuple):
 
     @property
     def queries(self) -> int | None:
-        """The number of queries, if it can be told without waiting for a device."""
+        """The number of queries, or None if it is on a device."""
         return int(self.q_indptr[-1]) if self.q_indptr.is_cpu else None
 
     @property
@@ -139,12 +139,12 @@ class MLARows(NamedTuple):
 
     def check_fit(self, buffers: MLARows) -> None:
         """Raise a ValueError if these do not fit into buffers of fixed addresses."""
-        for name, held, given in (
+        for name, buffer, tensor in (
             ("kv_len_arr", buffers.kv_lens, self.kv_lens),
             ("kv_indices", buffers.pages, self.pages),
         ):
-            if len(given) > len(held):
-                raise ValueError(f"the buffer {name} holds {len(held)} entries, got {len(given)}")
+            if len(tensor) > len(buffer):
+                raise ValueError(f"the buffer {name} holds {len(buffer)} entries, got {len(tensor)}")
 
     def on(self, device: torch.device) -> MLARows:
         """Return these on a device; what is in host memory is copied, whatever the device."""

@@ -27,13 +27,13 @@ class PageLists(NamedTuple):
     lengths: Tensor  # int32 [b], tokens in each row's last page; without `indptr` in all of them
 
     @classmethod
-    def of(cls, given: Mapping[str, Any]) -> PageLists:
+    def of(cls, arguments: Mapping[str, Any]) -> PageLists:
         """Return the rows that a plan's arguments describe; raises ValueError if these do not fit each other.
 
         No values are read, but where all are on the host.
         """
         names = ("indptr", "indices", "last_page_len", "block_tables", "seq_lens", "page_size")
-        indptr, indices, last_page_len, block_tables, seq_lens, page_size = (given[name] for name in names)
+        indptr, indices, last_page_len, block_tables, seq_lens, page_size = (arguments[name] for name in names)
         if seq_lens is not None:
             require_tensors(seq_lens=seq_lens)
             require_fit("seq_lens", seq_lens, ("rows",), torch.int32)
@@ -63,15 +63,15 @@ class PageLists(NamedTuple):
         assert indptr is not None
         _check_metadata(indptr, last_page_len)
         _require_values("indices", indices)
-        found = cls(indices, indptr, last_page_len)
-        if seq_lens is not None and seq_lens.is_cpu and found.is_on_host:
+        lists = cls(indices, indptr, last_page_len)
+        if seq_lens is not None and seq_lens.is_cpu and lists.is_on_host:
             counted = get_seq_lens(indptr, last_page_len, page_size)
             if not torch.equal(counted, seq_lens):
                 raise ValueError(
                     f"seq_lens must be the tokens in indptr and last_page_len, {counted.tolist()}, "
                     f"got {seq_lens.tolist()}"
                 )
-        return found
+        return lists
 
     @property
     def rows(self) -> int:

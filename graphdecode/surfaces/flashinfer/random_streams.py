@@ -54,17 +54,17 @@ def uniforms(stream: NoiseStream, count: int) -> Tensor:
     return (_shifted(_mixed(starts + numbers * _WEYL), 11).double() + 0.5) * 2.0**-53
 
 
-def _words(name: str, given: int | Tensor, count: int, device: torch.device) -> Tensor:
+def _words(name: str, value: int | Tensor, count: int, device: torch.device) -> Tensor:
     """Return 64 bits of each output, or of all of them, as int64."""
-    if isinstance(given, Tensor):
-        require_tensors(device, **{name: given})
-        require_fit(name, given, ("entries",), torch.int64, torch.uint64)
-        if given.shape[0] not in (1, count):
-            raise ValueError(f"{name} must have 1 or {count} entries, one for each output, got {given.shape[0]}")
-        return given.view(torch.int64)
-    if not isinstance(given, int) or not -(2**63) <= given < 2**64:
-        raise ValueError(f"{name} must be an integer of 64 bits, or a tensor, got {shown(given)}")
-    return torch.full((1,), given - 2**64 if given >= 2**63 else given, dtype=torch.int64, device=device)
+    if isinstance(value, Tensor):
+        require_tensors(device, **{name: value})
+        require_fit(name, value, ("entries",), torch.int64, torch.uint64)
+        if value.shape[0] not in (1, count):
+            raise ValueError(f"{name} must have 1 or {count} entries, one for each output, got {value.shape[0]}")
+        return value.view(torch.int64)
+    if not isinstance(value, int) or not -(2**63) <= value < 2**64:
+        raise ValueError(f"{name} must be an integer of 64 bits, or a tensor, got {shown(value)}")
+    return torch.full((1,), value - 2**64 if value >= 2**63 else value, dtype=torch.int64, device=device)
 
 
 def _shifted(words: Tensor, bits: int) -> Tensor:

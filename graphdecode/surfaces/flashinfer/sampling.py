@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +18,25 @@ _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 _WIDE_FLOATS = (*_FLOATS, torch.float64)
 _ORDERS = ("top_k_first", "joint")
 _MOST_TOKENS = 2**31 - 1
+
+
+class _Draws(NamedTuple):
+    """The arguments that all draws of one token a row have."""
+
+    indices: Tensor | None
+    generator: torch.Generator | None
+    check_nan: bool
+    seed: int | Tensor | None
+    offset: int | Tensor | None
+
+    def stream(self, values: Tensor) -> NoiseStream:
+        """Return the noise of each output; raises ValueError if an argument does not fit."""
+        count = values.shape[0]
+        if self.indices is not None:
+            require_tensors(values.device, indices=self.indices)
+            require_fit("indices", self.indices, ("b",), torch.int32, torch.int64)
+            count = self.indices.shape[0]
+        return stream_of(count, values.device, self.generator, self.seed, self.offset)
 
 
 def softmax(logits: Tensor, temperature: Tensor | float | None = None, enable_pdl: bool | None = None) -> Tensor:
@@ -36,8 +55,8 @@ def softmax(logits: Tensor, temperature: Tensor | float | None = None, enable_pd
     if isinstance(temperature, Tensor):
         require_tensors(logits.device, temperature=temperature)
         require_fit("temperature", temperature, logits.shape[:1], *_WIDE_FLOATS)
-        given = temperature.float().unsqueeze(1)
-        wide = wide * torch.where(given == 0, 0.0, 1.0 / given)
+        divisor = temperature.float().unsqueeze(1)
+        wide = wide * torch.where(divisor == 0, 0.0, 1.0 / divisor)
     elif temperature is not None:
         require_numbers(temperature=temperature)
         wide = wide * (1.0 / temperature if temperature else 0.0)
@@ -55,7 +74,7 @@ def sampling_from_logits(
 ) -> Tensor:
     """Return a token of each row, drawn from the softmax of its logits; see `top_k_top_p_sampling_from_probs`."""
     _check_rows("logits", logits)
-    stream = _stream(logits, indices, generator, seed, offset)
+    stream = _Draws(indices, generator, check_nan, seed, offset).stream(logits)
     _check_nan("logits", logits, check_nan)
     return _drawn(logits, indices, stream, is_logits=True)[0]
 
@@ -71,7 +90,7 @@ def sampling_from_probs(
     return_valid: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Return a token of each row, drawn from its probabilities; see `top_k_top_p_sampling_from_probs`."""
-    return _sampled(probs, indices, generator, check_nan, seed, offset, return_valid)
+    return _sampled(probs, _Draws(indices, generator, check_nan, seed, offset), return_valid)
 
 
 def top_p_sampling_from_probs(
@@ -86,7 +105,7 @@ def top_p_sampling_from_probs(
     return_valid: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Return a token of each row, drawn from those that top-p keeps; see `top_k_top_p_sampling_from_probs`."""
-    return _sampled(probs, indices, generator, check_nan, seed, offset, return_valid, top_p=top_p)
+    return _sampled(probs, _Draws(indices, generator, check_nan, seed, offset), return_valid, top_p=top_p)
 
 
 def top_k_sampling_from_probs(
@@ -101,7 +120,7 @@ def top_k_sampling_from_probs(
     return_valid: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Return a token of each row, drawn from those that top-k keeps; see `top_k_top_p_sampling_from_probs`."""
-    return _sampled(probs, indices, generator, check_nan, seed, offset, return_valid, top_k=top_k)
+    return _sampled(probs, _Draws(indices, generator, check_nan, seed, offset), return_valid, top_k=top_k)
 
 
 def min_p_sampling_from_probs(
@@ -119,7 +138,7 @@ def min_p_sampling_from_probs(
 
     See `top_k_top_p_sampling_from_probs` for the other arguments.
     """
-    return _sampled(probs, indices, generator, check_nan, seed, offset, return_valid, min_p=min_p)
+    return _sampled(probs, _Draws(indices, generator, check_nan, seed, offset), return_valid, min_p=min_p)
 
 
 def top_k_top_p_sampling_from_logits(
@@ -141,12 +160,13 @@ def top_k_top_p_sampling_from_logits(
     require_choice("filter_apply_order", filter_apply_order, _ORDERS)
     _check_rows("logits", logits)
     _parameter("top_p", top_p, logits)
-    given: dict[str, Any] = {"top_k": top_k, "top_p": top_p}
-    _stream(logits, indices, None, 0 if seed is None else seed, 0 if offset is None else offset)
+    filters: dict[str, Any] = {"top_k": top_k, "top_p": top_p}
+    draws = _Draws(indices, generator, check_nan, seed, offset)
+    draws._replace(seed=0 if seed is None else seed, offset=0 if offset is None else offset).stream(logits)  # checks
     if filter_apply_order == "top_k_first":
-        logits = top_k_mask_logits(logits, given.pop("top_k"))
+        logits = top_k_mask_logits(logits, filters.pop("top_k"))
     probs = torch.softmax(logits.float(), dim=-1)
-    result = _sampled(probs, indices, generator, check_nan, seed, offset, False, is_joint=True, **given)
+    result = _sampled(probs, draws, False, is_joint=True, **filters)
     assert isinstance(result, Tensor)
     return result
 
@@ -190,9 +210,8 @@ def top_k_top_p_sampling_from_probs(
         ValueError: an argument does not fit.
     """
     require_choice("filter_apply_order", filter_apply_order, _ORDERS)
-    is_joint = filter_apply_order == "joint"
-    filters = {"top_k": top_k, "top_p": top_p}
-    return _sampled(probs, indices, generator, check_nan, seed, offset, return_valid, is_joint=is_joint, **filters)
+    draws, is_joint = _Draws(indices, generator, check_nan, seed, offset), filter_apply_order == "joint"
+    return _sampled(probs, draws, return_valid, is_joint=is_joint, top_k=top_k, top_p=top_p)
 
 
 def top_p_renorm_probs(probs: Tensor, top_p: Tensor | float, is_deterministic: bool = False) -> Tensor:
@@ -266,28 +285,28 @@ def chain_speculative_sampling(
         "maybe_output_accepted_token_num": maybe_output_accepted_token_num,
         "maybe_output_emitted_draft_token_num": maybe_output_emitted_draft_token_num,
     }
-    for name, given in counts.items():
-        if given is not None:
-            require_tensors(device, **{name: given})
-            require_fit(name, given, (batch,), torch.int32)
+    for name, tensor in counts.items():
+        if tensor is not None:
+            require_tensors(device, **{name: tensor})
+            require_fit(name, tensor, (batch,), torch.int32)
     stream = stream_of(batch, device, generator, seed, offset)
     accepted_num, emitted_num = (
-        torch.zeros(batch, dtype=torch.int32, device=device) if given is None else given for given in counts.values()
+        torch.zeros(batch, dtype=torch.int32, device=device) if tensor is None else tensor for tensor in counts.values()
     )
     ids = draft_token_ids.long().clamp(0, vocab - 1).unsqueeze(-1)
-    chance, wanted = (probs[:, :drafts].gather(2, ids).squeeze(-1).double() for probs in (draft_probs, target_probs))
-    accepted = uniforms(stream, drafts) * chance < wanted  # [b, n]
+    p_draft, p_target = (probs[:, :drafts].gather(2, ids).squeeze(-1).double() for probs in (draft_probs, target_probs))
+    accepted = uniforms(stream, drafts) * p_draft < p_target  # [b, n]
     emitted = accepted.int().cumprod(1).sum(1)  # [b]
-    own = target_probs.gather(1, emitted.view(-1, 1, 1).expand(-1, 1, vocab)).squeeze(1).float()
+    residual = target_probs.gather(1, emitted.view(-1, 1, 1).expand(-1, 1, vocab)).squeeze(1).float()
     if drafts:
         last = emitted.clamp(max=drafts - 1).view(-1, 1, 1).expand(-1, 1, vocab)
         drafted = draft_probs.gather(1, last).squeeze(1).float()
-        own = torch.where((emitted < drafts).unsqueeze(1), (own - drafted).clamp(min=0.0), own)
-    token = _drawn(own, None, stream, is_logits=False)[0]
-    places = torch.arange(drafts + 1, device=device)
+        residual = torch.where((emitted < drafts).unsqueeze(1), (residual - drafted).clamp(min=0.0), residual)
+    token = _drawn(residual, None, stream, is_logits=False)[0]
+    token_index = torch.arange(drafts + 1, device=device)
     tokens = torch.nn.functional.pad(draft_token_ids.int(), (0, 1), value=-1)
-    tokens = torch.where(places < emitted.unsqueeze(1), tokens, -1)
-    tokens = torch.where(places == emitted.unsqueeze(1), token.unsqueeze(1), tokens)
+    tokens = torch.where(token_index < emitted.unsqueeze(1), tokens, -1)
+    tokens = torch.where(token_index == emitted.unsqueeze(1), token.unsqueeze(1), tokens)
     accepted_num += accepted.sum(1, dtype=torch.int32)
     emitted_num += emitted.int()
     return tokens, accepted_num, emitted_num
@@ -300,29 +319,29 @@ def _check_rows(name: str, rows: Tensor) -> None:
         raise ValueError(f"{name} must have at least one token, got {list(rows.shape)}")
 
 
-def _check_nan(name: str, rows: Tensor, is_wanted: bool) -> None:
-    if is_wanted and bool(rows.isnan().any()):
+def _check_nan(name: str, rows: Tensor, is_checked: bool) -> None:
+    if is_checked and bool(rows.isnan().any()):
         raise ValueError(f"{name} must have no NaN with check_nan=True")
 
 
-def _parameter(name: str, given: Tensor | float, rows: Tensor) -> Tensor:
+def _parameter(name: str, value: Tensor | float, rows: Tensor) -> Tensor:
     """Return a filter's parameter of each row, int32 for top_k, else float32."""
     is_count = name == "top_k"
-    if isinstance(given, Tensor):
-        require_tensors(rows.device, **{name: given})
-        require_fit(name, given, rows.shape[:1], *((torch.int32, torch.int64) if is_count else _WIDE_FLOATS))
-        if given.dtype == torch.int64:
-            given = given.clamp(max=_MOST_TOKENS)
-        return given.to(torch.int32 if is_count else torch.float32)
-    if given is None:
+    if isinstance(value, Tensor):
+        require_tensors(rows.device, **{name: value})
+        require_fit(name, value, rows.shape[:1], *((torch.int32, torch.int64) if is_count else _WIDE_FLOATS))
+        if value.dtype == torch.int64:
+            value = value.clamp(max=_MOST_TOKENS)
+        return value.to(torch.int32 if is_count else torch.float32)
+    if value is None:
         raise ValueError(f"{name} must be a number or a tensor, got None")
     if is_count:
-        require_range(1, _MOST_TOKENS, top_k=given)  # type: ignore[arg-type]
+        require_range(1, _MOST_TOKENS, top_k=value)  # type: ignore[arg-type]
     else:
-        require_numbers(**{name: given})
-        if not 0.0 <= given <= 1.0:
-            raise ValueError(f"{name} must be in 0..1, got {shown(given)}")
-    return torch.full(rows.shape[:1], given, dtype=torch.int32 if is_count else torch.float32, device=rows.device)
+        require_numbers(**{name: value})
+        if not 0.0 <= value <= 1.0:
+            raise ValueError(f"{name} must be in 0..1, got {shown(value)}")
+    return torch.full(rows.shape[:1], value, dtype=torch.int32 if is_count else torch.float32, device=rows.device)
 
 
 def _filtered(
@@ -334,27 +353,12 @@ def _filtered(
     is_logits: bool = False,
     is_normed: bool = False,
 ) -> Tensor:
-    given = {name: _parameter(name, value, values) for name, value in filters.items()}
-    top_k, top_p, min_p = (given.get(name) for name in ("top_k", "top_p", "min_p"))
+    parameters = {name: _parameter(name, value, values) for name, value in filters.items()}
+    top_k, top_p, min_p = (parameters.get(name) for name in ("top_k", "top_p", "min_p"))
     values = values if values.stride(1) == 1 else values.contiguous()
     out = torch.empty(values.shape, dtype=dtype, device=values.device)
     filter_probs(out, values, top_k, top_p, min_p, not is_joint, is_logits, is_normed)
     return out
-
-
-def _stream(
-    values: Tensor,
-    indices: Tensor | None,
-    generator: torch.Generator | None,
-    seed: int | Tensor | None,
-    offset: int | Tensor | None,
-) -> NoiseStream:
-    count = values.shape[0]
-    if indices is not None:
-        require_tensors(values.device, indices=indices)
-        require_fit("indices", indices, ("b",), torch.int32, torch.int64)
-        count = indices.shape[0]
-    return stream_of(count, values.device, generator, seed, offset)
 
 
 def _drawn(values: Tensor, indices: Tensor | None, stream: NoiseStream, *, is_logits: bool) -> tuple[Tensor, Tensor]:
@@ -368,23 +372,14 @@ def _drawn(values: Tensor, indices: Tensor | None, stream: NoiseStream, *, is_lo
 
 
 def _sampled(
-    probs: Tensor,
-    indices: Tensor | None,
-    generator: torch.Generator | None,
-    check_nan: bool,
-    seed: int | Tensor | None,
-    offset: int | Tensor | None,
-    return_valid: bool,
-    *,
-    is_joint: bool = False,
-    **filters: Tensor | float,
+    probs: Tensor, draws: _Draws, return_valid: bool, *, is_joint: bool = False, **filters: Tensor | float
 ) -> Tensor | tuple[Tensor, Tensor]:
     _check_rows("probs", probs)
-    for name, given in filters.items():
-        _parameter(name, given, probs)
-    stream = _stream(probs, indices, generator, seed, offset)
-    _check_nan("probs", probs, check_nan)
+    for name, value in filters.items():
+        _parameter(name, value, probs)
+    stream = draws.stream(probs)
+    _check_nan("probs", probs, draws.check_nan)
     if filters:
         probs = _filtered(probs, torch.float32, filters, is_joint=is_joint)
-    sampled, valid = _drawn(probs, indices, stream, is_logits=False)
+    sampled, valid = _drawn(probs, draws.indices, stream, is_logits=False)
     return (sampled, valid) if return_valid else sampled

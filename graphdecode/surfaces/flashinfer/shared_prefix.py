@@ -7,9 +7,8 @@ from torch import Tensor
 
 from graphdecode.attention.append import KV_LAYOUTS, PagedCache
 from graphdecode.attention.merge import merge_state_in_place
-from graphdecode.attention.paged_decode import new_split_plan
+from graphdecode.attention.paged_decode import plan_rows
 from graphdecode.cache.errors import require_choice, require_fit, require_tensors
-from graphdecode.kernels.attention.attention_plan import PlanSizes, attention_plan, work_items
 
 from .batch_decode import BatchDecodeWithPagedKVCacheWrapper
 from .cascade_level import attend_together, shared_wave_items
@@ -94,12 +93,10 @@ class BatchDecodeWithSharedPrefixPagedKVCacheWrapper:
 
     def _of_prefix(self, problem: DecodeProblem, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         queries, heads, _ = q.shape
-        wave_items = shared_wave_items(problem, self._device, queries)
-        items = work_items(1, wave_items)
-        work = new_split_plan(self._device, 1, items, queries * heads, v.shape[-1])
         table = torch.zeros(1, 1, dtype=torch.int32, device=self._device)  # all keys are one page
         before = torch.full((1,), k.shape[0] - 1, dtype=torch.int32, device=self._device)
-        attention_plan(work.kv_lens, work.plan, before, table.new_ones(1), PlanSizes(wave_items))
-        how = problem.how_to_attend(None, None, None)
-        given = (exact_queries(q, torch.float32), k.unsqueeze(0), v.unsqueeze(0))
-        return attend_together(*given, table, None, work, items, how)
+        wave_items = shared_wave_items(problem, self._device, queries)
+        work, items = plan_rows(before, wave_items, queries * heads, v.shape[-1])
+        kwargs = problem.attention_kwargs(None, None, None)
+        tensors = (exact_queries(q, torch.float32), k.unsqueeze(0), v.unsqueeze(0))
+        return attend_together(*tensors, table, None, work, items, kwargs)

@@ -6,9 +6,8 @@ import torch
 from torch import Tensor
 
 from graphdecode.attention.append import KV_LAYOUTS
-from graphdecode.attention.paged_decode import new_split_plan
+from graphdecode.attention.paged_decode import plan_rows
 from graphdecode.cache.errors import require_choice, require_tensors
-from graphdecode.kernels.attention.attention_plan import PlanSizes, attention_plan, work_items
 from graphdecode.kernels.attention.decode_attention import decode_attention
 
 from .decode_problem import DecodeProblem, exact_queries, planned_dtypes
@@ -49,29 +48,17 @@ def single_decode_with_kv_cache(
     problem = DecodeProblem(heads, kv_heads, head_dim, q_dtype, kv_dtype, pos_encoding_mode, window_left, *logits)
     if v.dtype != k.dtype:
         raise ValueError(f"k and v must have one dtype, got {k.dtype} and {v.dtype}")
-    how = problem.how_to_attend(q_scale, k_scale, v_scale)
+    kwargs = problem.attention_kwargs(q_scale, k_scale, v_scale)
 
     device, dtype = q.device, q.dtype
     q = exact_queries(q, q.dtype)
-    wave_items = problem.wave_items(device, v.shape[-1])
-    items = work_items(1, wave_items)
-    work = new_split_plan(device, 1, items, heads, v.shape[-1])
     before = torch.full((1,), kv_len - 1, dtype=torch.int32, device=device)
     table = torch.zeros(1, 1, dtype=torch.int32, device=device)  # all keys are one page
-    attention_plan(work.kv_lens, work.plan, before, table.new_ones(1), PlanSizes(wave_items, window_left=window_left))
+    wave_items = problem.wave_items(device, v.shape[-1])
+    work, items = plan_rows(before, wave_items, heads, v.shape[-1], window_left=window_left)
     out = torch.empty(1, heads, v.shape[-1], dtype=q.dtype, device=device)
     lse = torch.empty(1, heads, dtype=torch.float32, device=device) if return_lse else None
-    decode_attention(
-        out,
-        lse,
-        q.unsqueeze(0),
-        k.unsqueeze(0),
-        v.unsqueeze(0),
-        table,
-        None,
-        work,
-        max_items=items,
-        **how,
-    )
+    q, k, v = (each.unsqueeze(0) for each in (q, k, v))
+    decode_attention(out, lse, q, k, v, table, None, work, max_items=items, **kwargs)
     out = out[0].to(dtype)
     return (out, lse[0]) if lse is not None else out

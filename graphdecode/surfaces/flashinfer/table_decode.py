@@ -9,22 +9,21 @@ import torch
 from torch import Tensor
 
 from graphdecode.attention.append import KV_LAYOUTS, PagedCache, paged_caches
-from graphdecode.attention.paged_decode import new_split_plan
+from graphdecode.attention.paged_decode import plan_rows
 from graphdecode.cache.errors import require_choice, require_fit, require_range, require_tensors
-from graphdecode.kernels.attention.attention_plan import PlanSizes, attention_plan, work_items
 from graphdecode.kernels.attention.decode_attention import decode_attention
 from graphdecode.kernels.attention.page_numbers import check_page_numbers
 
 from .decode_problem import (
-    FP8_DTYPES,
     MAX_TOKENS,
     OUT_DTYPES,
     DecodeProblem,
-    check_result,
     device_scales,
     exact_queries,
+    lse_for,
     planned_dtypes,
     require_neutral,
+    result_for,
     sinks_of,
 )
 
@@ -156,24 +155,21 @@ def _attend(
     queries = exact_queries(query, out.dtype)
     if isinstance(first_scale, Tensor):  # it is not read on the host; float32 keeps what it makes of the queries
         queries = queries.float() * first_scale
+    lens = seq_lens.view(torch.int32)
+    before = lens.clamp(max=block_tables.shape[1] * page_size) - 1  # at most what a row's pages hold
     wave_items = problem.wave_items(device, value_dim)
-    items = work_items(rows, wave_items)
-    work = new_split_plan(device, rows, items, heads, value_dim, q_len)
-    most = block_tables.shape[1] * page_size  # tokens that a row's pages hold
-    lens, live = seq_lens.view(torch.int32), torch.full((1,), rows, dtype=torch.int32, device=device)
-    sizes = PlanSizes(wave_items, window_left=window_left, q_len=q_len)
-    attention_plan(work.kv_lens, work.plan, lens.clamp(max=most) - 1, live, sizes)
-    how = problem.how_to_attend(None, None, None)
-    how["options"] = how["options"]._replace(sinks=sinks_of(sinks, heads, device))
+    work, items = plan_rows(before, wave_items, heads, value_dim, q_len=q_len, window_left=window_left)
+    kwargs = problem.attention_kwargs(None, None, None)
+    kwargs["options"] = kwargs["options"]._replace(sinks=sinks_of(sinks, heads, device))
     if block_tables.is_cpu:
-        check_page_numbers(block_tables, None, lens, page_size, k_cache.shape[0], problem.window_of(how["options"]))
+        check_page_numbers(block_tables, None, lens, page_size, k_cache.shape[0], problem.window_of(kwargs["options"]))
     if not isinstance(last_scale, Tensor):
-        how["v_scale"] = last_scale
+        kwargs["v_scale"] = last_scale
     is_result = out.dtype in OUT_DTYPES and not isinstance(last_scale, Tensor)
     wide = torch.float32 if isinstance(last_scale, Tensor) else queries.dtype
     result = out if is_result else torch.empty(out.shape, dtype=wide, device=device)
     decode_attention(
-        result, lse, queries, k_cache, v_cache, block_tables, None, work, q_len=q_len, max_items=items, **how
+        result, lse, queries, k_cache, v_cache, block_tables, None, work, q_len=q_len, max_items=items, **kwargs
     )
     if not is_result:
         out.copy_(result * last_scale if isinstance(last_scale, Tensor) else result)
@@ -190,14 +186,9 @@ def _results(
 ) -> tuple[Tensor, Tensor | None]:
     """Return where to write the outputs and the log-sum-exps; raises ValueError if those given do not fit."""
     dtype = getattr(torch, out_dtype, None) if isinstance(out_dtype, str) else out_dtype
-    allowed = (query.dtype, *OUT_DTYPES) if query.dtype in FP8_DTYPES else OUT_DTYPES
+    allowed = (query.dtype, *OUT_DTYPES)
     if out_dtype is not None and dtype not in allowed:
         raise ValueError(f"out_dtype must be one of {', '.join(map(str, allowed))}, got {out_dtype!r}")
     shape = (*query.shape[:2], value_dim)
-    if out is None:
-        out = torch.empty(shape, dtype=dtype or query.dtype, device=query.device)
-    check_result("out", out, shape, allowed if dtype is None else (dtype,), query.device)
-    if lse is None and return_lse:
-        lse = torch.empty(shape[:2], dtype=torch.float32, device=query.device)
-    check_result("lse", lse, shape[:2], (torch.float32,), query.device)
-    return out, lse
+    out = result_for("out", out, shape, allowed if dtype is None else (dtype,), query.device)
+    return out, lse_for(lse, shape[:2], query.device, return_lse=return_lse)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from graphdecode.attention.paged_decode import new_split_plan
+from graphdecode.attention.paged_decode import plan_rows
 from graphdecode.cache.errors import (
     require_choice,
     require_fit,
@@ -13,15 +13,15 @@ from graphdecode.cache.errors import (
     require_range,
     require_tensors,
 )
-from graphdecode.kernels.attention.attention_plan import PlanSizes, attention_plan, work_items
 
 from .decode_problem import (
     MAX_TOKENS,
     OUT_DTYPES,
-    check_result,
     device_scales,
+    lse_for,
     planned_dtypes,
     require_neutral,
+    result_for,
     sinks_of,
 )
 from .latent_attention import LN_2, LatentProblem, attend_to_latents
@@ -130,14 +130,10 @@ def trtllm_batch_decode_with_kv_cache_mla(
     rows.check_numbers(problem.page_size, len(caches[0]))
     scales = device_scales(device, bmm1_scale=bmm1_scale, bmm2_scale=bmm2_scale)
     sinks = sinks_of(sinks, heads, device)
-    if out is None:
-        dtype = query.dtype if query.dtype in OUT_DTYPES else torch.bfloat16
-        out = torch.empty(*query.shape[:-1], rank, dtype=dtype, device=device)
-    check_result("out", out, (*query.shape[:-1], rank), OUT_DTYPES, device)
-    if lse is None and return_lse:
-        lse = torch.empty(len(packed), heads, dtype=torch.float32, device=device)
-    check_result("lse", lse, query.shape[:-1] if lse is not None and lse.dim() == 3 else (len(packed), heads),
-                 (torch.float32,), device)  # fmt: skip
+    dtypes = (query.dtype if query.dtype in OUT_DTYPES else torch.bfloat16, *OUT_DTYPES)
+    out = result_for("out", out, (*query.shape[:-1], rank), dtypes, device)
+    lse_shape = query.shape[:-1] if lse is not None and lse.dim() == 3 else (len(packed), heads)
+    lse = lse_for(lse, lse_shape, device, return_lse=return_lse)
     _attend(problem, out.view(len(packed), heads, rank), None if lse is None else lse.view(-1, heads), packed, caches,
             rows, scales, sinks)  # fmt: skip
     if lse is not None and return_lse_base == "basee":
@@ -166,8 +162,8 @@ def xqa_batch_decode_with_kv_cache_mla(
     `out` may leave out the dimension of one query a row.
     """
     if out is not None and query.dim() == 4 and query.shape[1] == 1 and out.dim() == 3:
-        check_result("out", out, (query.shape[0], query.shape[2], kv_lora_rank), OUT_DTYPES, query.device)
-        out = out.unsqueeze(1)
+        shape = (query.shape[0], query.shape[2], kv_lora_rank)
+        out = result_for("out", out, shape, OUT_DTYPES, query.device).unsqueeze(1)
     result = trtllm_batch_decode_with_kv_cache_mla(
         query, kv_cache, workspace_buffer, qk_nope_head_dim, kv_lora_rank, qk_rope_head_dim, block_tables, seq_lens,
         max_seq_len, 0, out, bmm1_scale, bmm2_scale, sinks, enable_pdl=enable_pdl,
@@ -231,11 +227,7 @@ def _attend(
         rows.as_single_queries(starts, before, problem.page_size, causal=True)
     else:
         before = rows.kv_lens.clamp(max=table.shape[1] * problem.page_size)
-    wave_items = problem.wave_items(device, q_len)
-    items = work_items(count, wave_items)
-    work = new_split_plan(device, count, items, heads, rank, q_len)
-    live = torch.full((1,), count, dtype=torch.int32, device=device)
-    attention_plan(work.kv_lens, work.plan, before - 1, live, PlanSizes(wave_items, q_len=q_len))
+    work, items = plan_rows(before - 1, problem.wave_items(device, q_len), heads, rank, q_len=q_len)
     sm_scale, out_scale = scales
     latent, rotated = query[..., :rank], query[..., rank:]
     if isinstance(sm_scale, Tensor):  # it is not read on the host; float32 keeps what it makes of the queries

@@ -109,8 +109,8 @@ class SlotKVCacheManager:
         self.is_continuous_batching, self.is_kv_cache_tiled = continuous_batching, tiled
         self.flash_decoding_enabled = sharded
         self.length, self.device = padded // num_cores_per_group, default_device(device)
-        self._places = self.length + (1 if sharded else 0)
-        inner = (_TILE, self._places // _TILE) if tiled else (self._places,)
+        self._num_positions = self.length + (1 if sharded else 0)
+        inner = (_TILE, self._num_positions // _TILE) if tiled else (self._num_positions,)
         self.kv_shape = (max_batch_size, num_kv_heads, *inner, head_dim)  # shape of each stored tensor
         self._flat = [untouched_zeros(self.kv_shape, dtype, self.device) for _ in range(2 * num_layers)]
 
@@ -144,7 +144,7 @@ class SlotKVCacheManager:
                 f"got {shown(actual_num_key_value_heads)} and {shown(num_kv_head)}"
             )
         if num_kv_head is not None:
-            own_heads = kv_heads_per_rank(heads, num_kv_head, ranks)
+            heads_of_rank = kv_heads_per_rank(heads, num_kv_head, ranks)
         else:
             assert actual_num_key_value_heads is not None
             require_positive(actual_num_key_value_heads=actual_num_key_value_heads, tp_degree=ranks)
@@ -153,12 +153,12 @@ class SlotKVCacheManager:
                     f"actual_num_key_value_heads must be a multiple of tp_degree {ranks}, "
                     f"got {actual_num_key_value_heads}"
                 )
-            own_heads = actual_num_key_value_heads // ranks
+            heads_of_rank = actual_num_key_value_heads // ranks
         is_sharded = getattr(neuron_config, "flash_decoding_enabled", False)
         return cls(
             config.num_hidden_layers,
             neuron_config.max_batch_size,
-            own_heads,
+            heads_of_rank,
             neuron_config.sequence_length,
             getattr(config, "head_dim", None) or config.hidden_size // heads,
             neuron_config.torch_dtype,
@@ -219,9 +219,9 @@ class SlotKVCacheManager:
             **kwargs: part of the surface, without effect.
         """
         self._check_seq_len(seq_len)
-        wanted = self._places if skip_slice else min(seq_len, self._places)
-        start = self._places - wanted if self.padding_side == "left" else 0
-        views = [self._untiled(stored).narrow(2, start, wanted) for stored in self._flat]
+        num_slots = self._num_positions if skip_slice else min(seq_len, self._num_positions)
+        start = self._num_positions - num_slots if self.padding_side == "left" else 0
+        views = [self._untiled(stored).narrow(2, start, num_slots) for stored in self._flat]
         return [views[i : i + 2] for i in range(0, len(views), 2)]
 
     def update_cache(
@@ -263,9 +263,9 @@ class SlotKVCacheManager:
             ValueError: an argument does not fit; nothing has changed.
         """
         self._check_seq_len(seq_len)
-        for name, given in (("scatter_index", scatter_index), ("active_mask", active_mask)):
-            if isinstance(given, bool):  # today's original has is_chunked_prefill seventh
-                raise ValueError(f"{name} must be a tensor or None, got {given}; is_chunked_prefill has a name")
+        for name, value in (("scatter_index", scatter_index), ("active_mask", active_mask)):
+            if isinstance(value, bool):  # today's original has is_chunked_prefill seventh
+                raise ValueError(f"{name} must be a tensor or None, got {value}; is_chunked_prefill has a name")
         rows, tokens = self._check_new(new_key_values, self.length if active_mask is None else self.max_length)
         targets = self._targets(kvcache_buffer)
         positions = position_ids
@@ -316,14 +316,14 @@ class SlotKVCacheManager:
     def _untiled(self, stored: Tensor) -> Tensor:
         return stored.flatten(2, 3) if stored.dim() == 5 else stored
 
-    def _pairs(self, name: str, given: Sequence[Sequence[Tensor]], most: float) -> list[Tensor]:
-        are_pairs = _is_listed(given) and all(_is_listed(pair) and 2 <= len(pair) <= most for pair in given)
-        if not are_pairs or len(given) != self.num_layers:
+    def _pairs(self, name: str, pairs: Sequence[Sequence[Tensor]], most: float) -> list[Tensor]:
+        are_pairs = _is_listed(pairs) and all(_is_listed(pair) and 2 <= len(pair) <= most for pair in pairs)
+        if not are_pairs or len(pairs) != self.num_layers:
             raise ValueError(f"{name} must have keys and values of {self.num_layers} layers")
-        found = list(chain.from_iterable(pair[:2] for pair in given))
-        for tensor in found:
+        flat = list(chain.from_iterable(pair[:2] for pair in pairs))
+        for tensor in flat:
             require_tensors(self._flat[0].device, **{name: tensor})
-        return found
+        return flat
 
     def _check_new(self, new_key_values: Sequence[Sequence[Tensor]], limit: int) -> tuple[int, int]:
         first, *others = self._pairs("new_key_values", new_key_values, 2)
@@ -345,8 +345,8 @@ class SlotKVCacheManager:
             if tensor.dim() == 5 and not tensor.is_contiguous():
                 raise ValueError("a tiled kvcache_buffer must be contiguous")
             view = self._untiled(tensor)
-            wanted = (self.max_batch_size, self.num_kv_heads, self._places, self.head_dim)
-            require_fit("kvcache_buffer", view, wanted, self.dtype)
+            expected_shape = (self.max_batch_size, self.num_kv_heads, self._num_positions, self.head_dim)
+            require_fit("kvcache_buffer", view, expected_shape, self.dtype)
             if view.stride(-1) != 1:
                 raise ValueError(f"kvcache_buffer must have a dense last dimension, got strides {tensor.stride()}")
             targets.append(view)

@@ -1,4 +1,4 @@
-"""Arguments of TransformerEngine's modules that are taken at the values that ask for nothing, and refused at others."""
+"""Arguments of TransformerEngine's modules that are accepted at their neutral values, and refused at others."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class Neutral(NamedTuple):
-    """What an argument may be, and why it may be nothing else."""
+    """The values that an argument may have, and why no others."""
 
     values: tuple[object, ...]
     reason: str
@@ -42,10 +42,10 @@ NEUTRAL = {
 }
 
 
-def require_neutral(given: Mapping[str, object]) -> None:
-    """Raise ValueError for the first of the given arguments that asks for what is not offered."""
-    for name, value in given.items():
+def require_neutral(arguments: Mapping[str, object]) -> None:
+    """Raise ValueError for the first argument whose value is not supported."""
+    for name, value in arguments.items():
         neutral = NEUTRAL.get(name)
-        if neutral is not None and not any(value is known or value == known for known in neutral.values):
-            allowed = " or ".join(repr(known) for known in neutral.values)
+        if neutral is not None and not any(value is each or value == each for each in neutral.values):
+            allowed = " or ".join(repr(each) for each in neutral.values)
             raise ValueError(f"{name} must be {allowed}: {neutral.reason}, got {value!r}")

@@ -128,10 +128,10 @@ class StagedKVCacheManager(KVCacheManager, ABC):
 
     def tensors(self) -> dict[str, Tensor]:
         """Return every tensor that a step reads or writes, by name."""
-        found = self.metadata.tensors()
+        by_name = self.metadata.tensors()
         for layer, (keys, values) in self.cache.items():
-            found |= {f"keys_{layer}": keys, f"values_{layer}": values}
-        return found
+            by_name |= {f"keys_{layer}": keys, f"values_{layer}": values}
+        return by_name
 
     def reset(self) -> None:
         """Forget all sequences. The cache keeps its memory and its graphs."""
@@ -156,8 +156,8 @@ class StagedKVCacheManager(KVCacheManager, ABC):
         ids = list(step_dict)
         steps = self._check_steps(step_dict)
         same_rows = ids == self._row_ids and ids == list(self.sequences)
-        known = self.sequences
-        before = np.fromiter([known.get(i, 0) for i in ids], np.int64, len(ids))
+        lengths = self.sequences
+        before = np.fromiter([lengths.get(i, 0) for i in ids], np.int64, len(ids))
         after = before + steps
         if ids and after.max() > self.max_seqlen:
             row = int(after.argmax())
@@ -165,7 +165,7 @@ class StagedKVCacheManager(KVCacheManager, ABC):
                 f"sequence {ids[row]!r} would have {after[row]} tokens, max_sequence_length is {self.max_seqlen}"
             )
         self.metadata.wait()
-        (self._extend_places if same_rows else self._arrange_places)(ids, after)
+        (self._extend_storage if same_rows else self._arrange_storage)(ids, after)
         self.sequences = OrderedDict(zip(ids, after.tolist(), strict=True))
         self._row_ids = ids
         self.metadata.set_lengths(before, after)
@@ -189,11 +189,11 @@ class StagedKVCacheManager(KVCacheManager, ABC):
             raise ValueError(f"the step length of {wrong[0]!r} must be in 1..{limit}, got {step_dict[wrong[0]]}")
         return steps.astype(np.int64, copy=False)
 
-    def _extend_places(self, ids: list[Hashable], after: np.ndarray) -> None:
+    def _extend_storage(self, ids: list[Hashable], after: np.ndarray) -> None:
         """Allocate for the lengths `after`, with the rows of the last step; an error has changed nothing."""
 
     @abstractmethod
-    def _arrange_places(self, ids: list[Hashable], after: np.ndarray) -> None:
+    def _arrange_storage(self, ids: list[Hashable], after: np.ndarray) -> None:
         """Allocate for these sequences in these rows, and free all others; an error has changed nothing."""
 
     def step(
@@ -238,10 +238,10 @@ class StagedKVCacheManager(KVCacheManager, ABC):
         """Run `cache_append` with its tensors, and return the layer's first `rows` rows."""
 
     @staticmethod
-    def _check_room(what: str, given: int, needed: int, limit: int | None) -> None:
-        if given < needed or (limit is not None and given > limit):
+    def _check_room(unit: str, count: int, needed: int, limit: int | None) -> None:
+        if count < needed or (limit is not None and count > limit):
             upper = f"..{limit}" if limit is not None else " or more"
-            raise ValueError(f"new_k and new_v must have {needed}{upper} {what} for this step, got {given}")
+            raise ValueError(f"new_k and new_v must have {needed}{upper} {unit} for this step, got {count}")
 
     def fork(self, parent_id: Hashable, child_id: Hashable) -> None:
         """Add `child_id` after all other rows, with the parent's tokens. Call it between steps.
@@ -258,7 +258,7 @@ class StagedKVCacheManager(KVCacheManager, ABC):
             raise ValueError(f"sequence {child_id!r} is in the cache already")
         if len(self.sequences) >= self.max_batch_size:
             raise ValueError(f"there is no row for {child_id!r}: max_batch_size is {self.max_batch_size}")
-        self._fork_places(parent_id, child_id, length)
+        self._fork_storage(parent_id, child_id, length)
         self.sequences[child_id] = length
         self._row_ids = None
 
@@ -275,14 +275,14 @@ class StagedKVCacheManager(KVCacheManager, ABC):
         current = self._length(sequence_id)
         if not isinstance(length, int) or isinstance(length, bool) or not 0 <= length <= current:
             raise ValueError(f"length must be in 0..{current}, the length of {sequence_id!r}, got {length!r}")
-        self._truncate_places(sequence_id, length)
+        self._truncate_storage(sequence_id, length)
         self.sequences[sequence_id] = length
 
     @abstractmethod
-    def _fork_places(self, parent_id: Hashable, child_id: Hashable, length: int) -> None:
+    def _fork_storage(self, parent_id: Hashable, child_id: Hashable, length: int) -> None:
         """Add a child with the parent's first `length` tokens; an error has changed nothing."""
 
-    def _truncate_places(self, sequence_id: Hashable, length: int) -> None:
+    def _truncate_storage(self, sequence_id: Hashable, length: int) -> None:
         """Free what is past `length` tokens; an error has changed nothing."""
 
     def _length(self, sequence_id: Hashable) -> int:
@@ -329,7 +329,7 @@ class NonPagedKVCacheManager(StagedKVCacheManager):
         owners = {f"owners_{layer}": tags for layer, tags in self._owners.items()}
         return {**super().tensors(), **owners, "row_moves": self._plan}
 
-    def _arrange_places(self, ids: list[Hashable], after: np.ndarray) -> None:
+    def _arrange_storage(self, ids: list[Hashable], after: np.ndarray) -> None:
         self._tags = {i: self._tags.get(i) or self._new_tag() for i in ids}
         self._origins = {i: self._origins[i] for i in ids if i in self._origins}
         for staged, values in (
@@ -342,7 +342,7 @@ class NonPagedKVCacheManager(StagedKVCacheManager):
         self._last_tag += 1
         return self._last_tag
 
-    def _fork_places(self, parent_id: Hashable, child_id: Hashable, length: int) -> None:
+    def _fork_storage(self, parent_id: Hashable, child_id: Hashable, length: int) -> None:
         tag = self._tags[parent_id]
         # a parent without a step has no row yet: its own origin has the tokens
         self._origins[child_id] = tag if tag in self.metadata.host["row_tags"] else self._origins[parent_id]
@@ -459,14 +459,14 @@ class PagedKVCacheManager(StagedKVCacheManager):
         for row, (seq, length) in enumerate(self.sequences.items()):
             log.debug("row %d: sequence %r, %d tokens, pages %s", row, seq, length, self.get_page_list(seq))
 
-    def _extend_places(self, ids: list[Hashable], after: np.ndarray) -> None:
+    def _extend_storage(self, ids: list[Hashable], after: np.ndarray) -> None:
         rows = np.nonzero(after > self._capacity[: len(ids)])[0].tolist()
         if rows:
             self._ledger.exchange((), [(ids[row], int(after[row])) for row in rows])
             for row in rows:
                 self._stage_row(row, self._ledger.pages[ids[row]])
 
-    def _arrange_places(self, ids: list[Hashable], after: np.ndarray) -> None:
+    def _arrange_storage(self, ids: list[Hashable], after: np.ndarray) -> None:
         staying = set(ids)
         leaving = [i for i in self.sequences if i not in staying]
         self._ledger.exchange(leaving, zip(ids, after.tolist(), strict=True))
@@ -483,10 +483,10 @@ class PagedKVCacheManager(StagedKVCacheManager):
         self._row_pages[row] = (pages, len(pages))
         self._capacity[row] = len(pages) * self.page_size
 
-    def _fork_places(self, parent_id: Hashable, child_id: Hashable, length: int) -> None:
+    def _fork_storage(self, parent_id: Hashable, child_id: Hashable, length: int) -> None:
         copy_page(self.cache.values(), self._ledger.fork(parent_id, child_id, length))
 
-    def _truncate_places(self, sequence_id: Hashable, length: int) -> None:
+    def _truncate_storage(self, sequence_id: Hashable, length: int) -> None:
         copy_page(self.cache.values(), self._ledger.truncate(sequence_id, length))
         self._row_ids = None
 

@@ -155,8 +155,10 @@ class DotProductAttention(nn.Module):
             raise ValueError("attention_mask must be given with attn_mask_type='arbitrary', got None")
         shape = None
         if layout != "thd":
-            known = keys.shape[layout.index("s")] if inference_params is None else inference_params.max_sequence_length
-            shape = (query.shape[layout.index("b")], query.shape[-2], query.shape[layout.index("s")], known)
+            num_keys = (
+                keys.shape[layout.index("s")] if inference_params is None else inference_params.max_sequence_length
+            )
+            shape = (query.shape[layout.index("b")], query.shape[-2], query.shape[layout.index("s")], num_keys)
         rows = None if cu_seqlens_q is None else len(cu_seqlens_q) - 1
         biases = biases_of(core_attention_bias_type, alibi_slopes, core_attention_bias, hidden, shape, query, rows)
         form = OUTPUT_FORMATS[layout]
@@ -166,7 +168,7 @@ class DotProductAttention(nn.Module):
             keys, values, cu_q, cu_kv, _, form = inference_params.step(self.layer_number, keys, values, layout)
             table = inference_params.cache_manager.page_table if inference_params.is_paged else None
             mask = mask._replace(bottom_right=mask.is_causal or mask.bottom_right)
-            given, is_aligned = Sequences(keys, values, table, cu_q, cu_kv, cu_q), mask.bottom_right
+            sequences, is_aligned = Sequences(keys, values, table, cu_q, cu_kv, cu_q), mask.bottom_right
         else:
             if pad_between_seqs is False:
                 cu_seqlens_q_padded = cu_seqlens_kv_padded = None
@@ -174,11 +176,11 @@ class DotProductAttention(nn.Module):
                 cu_seqlens_q = _sums_of(attention_mask)
             begins = (cu_seqlens_q_padded, cu_seqlens_kv_padded)
             _check_uncached(keys, values, query, layout, (cu_seqlens_q, cu_seqlens_kv), begins)
-            given = _uncached(keys, values, query, layout, (cu_seqlens_q, cu_seqlens_kv), begins)
-            is_aligned = given.begins is given.cu_q and (given.cu_kv is given.cu_q or mask.bottom_right)
+            sequences = _uncached(keys, values, query, layout, (cu_seqlens_q, cu_seqlens_kv), begins)
+            is_aligned = sequences.begins is sequences.cu_q and (sequences.cu_kv is sequences.cu_q or mask.bottom_right)
         sinks = None if self.softmax_offset is None else self.softmax_offset.float()
         options = AttentionOptions(self.softmax_scale, mask.left, cap, sinks)
-        return attend(query, form, mask, given, options, biases, is_aligned).flatten(-2)
+        return attend(query, form, mask, sequences, options, biases, is_aligned).flatten(-2)
 
 
 def require_eval(module: nn.Module, **dropouts: float) -> None:
@@ -251,18 +253,18 @@ def _check_uncached(
         rows = query.shape[layout.index("b")] + 1
     tokens = [each.shape[0 if layout == "thd" else layout.index("s")] for each in (query, keys)]
     names = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
-    for name, given, most in zip(names, (*sums, *padded), tokens * 2, strict=True):
-        if given is None:
+    for name, cu_seqlens, most in zip(names, (*sums, *padded), tokens * 2, strict=True):
+        if cu_seqlens is None:
             continue
-        require_tensors(query.device, **{name: given})
-        require_fit(name, given, (rows,), torch.int32)
-        if given.is_cpu:  # a GPU is not waited for
-            lengths = given.diff()
-            if given.shape[0] < 2 or given[0] or (lengths < 0).any():
-                raise ValueError(f"{name} must rise from 0, one entry more than rows, got {given.tolist()}")
-            if given[-1] > most if layout == "thd" else lengths.max() > most and "padded" not in name:
+        require_tensors(query.device, **{name: cu_seqlens})
+        require_fit(name, cu_seqlens, (rows,), torch.int32)
+        if cu_seqlens.is_cpu:  # a GPU is not waited for
+            lengths = cu_seqlens.diff()
+            if cu_seqlens.shape[0] < 2 or cu_seqlens[0] or (lengths < 0).any():
+                raise ValueError(f"{name} must rise from 0, one entry more than rows, got {cu_seqlens.tolist()}")
+            if cu_seqlens[-1] > most if layout == "thd" else lengths.max() > most and "padded" not in name:
                 rows_of = "rows" if layout == "thd" else "each row"
-                raise ValueError(f"{name} must have at most {most} tokens of {rows_of}, got {given.tolist()}")
+                raise ValueError(f"{name} must have at most {most} tokens of {rows_of}, got {cu_seqlens.tolist()}")
 
 
 def _uncached(

@@ -91,9 +91,11 @@ class InferenceParams:
         built_in = PagedKVCacheManager if is_paged else NonPagedKVCacheManager
         self.cache_manager: Any = self._make_manager(custom_cache_manager or built_in)
         self.batch_size = 0
-        own: Any = getattr(self.cache_manager, "metadata", None)
-        self._staged_by_manager = isinstance(own, StepMetadata)
-        self._metadata: StepMetadata = own if self._staged_by_manager else StepMetadata(max_batch_size, self.device)
+        metadata: Any = getattr(self.cache_manager, "metadata", None)
+        self._staged_by_manager = isinstance(metadata, StepMetadata)
+        self._metadata: StepMetadata = (
+            metadata if self._staged_by_manager else StepMetadata(max_batch_size, self.device)
+        )
         self.pre_step_seqlens = self._metadata.pre_step_seqlens
         self.cu_seqlens_q = self._metadata.cu_seqlens_q
         self.cu_seqlens_kv = self._metadata.cu_seqlens_kv
@@ -111,10 +113,10 @@ class InferenceParams:
         }
         if self.is_paged:
             arguments |= {"total_num_pages": self.total_num_pages, "page_size": self.page_size}
-        taken = inspect.signature(manager).parameters
-        if any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken.values()):
+        accepted = inspect.signature(manager).parameters
+        if any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted.values()):
             return manager(**arguments)
-        return manager(**{name: value for name, value in arguments.items() if name in taken})
+        return manager(**{name: value for name, value in arguments.items() if name in accepted})
 
     @property
     def sequences(self) -> OrderedDict[Hashable, int]:

@@ -18,6 +18,13 @@ from .inference_params import InferenceParams
 from .projections import Initializers, LayerNormMLP, LayerNormQKV, NormSettings, QKVLayout, StandaloneNorm, frozen
 from .rotary import apply_rotary_pos_emb
 
+# arguments of `forward` that layers pass on to `DotProductAttention`
+_OF_ATTENTION = (
+    *("attention_mask", "cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded"),
+    *("attn_mask_type", "window_size", "bottom_right_diagonal", "softcap", "core_attention_bias_type"),
+    *("core_attention_bias", "alibi_slopes", "pad_between_seqs"),
+)
+
 
 class MultiheadAttention(nn.Module):
     """Attention with its projections: `qkv` or, with a norm before it, `layernorm_qkv`; and `proj`.
@@ -85,14 +92,14 @@ class MultiheadAttention(nn.Module):
         self.kv_channels = hidden_size // num_attention_heads if kv_channels is None else kv_channels
         self.rotary_pos_interleaved, self.qk_norm_before_rope = rotary_pos_interleaved, qk_norm_before_rope
         self.return_bias, self.return_layernorm_output = return_bias, return_layernorm_output and input_layernorm
-        place = default_device(device)
-        like = {"dtype": params_dtype or torch.get_default_dtype(), "device": place}
+        target_device = default_device(device)
+        like = {"dtype": params_dtype or torch.get_default_dtype(), "device": target_device}
         groups = num_attention_heads if num_gqa_groups is None else num_gqa_groups
         inner = num_attention_heads * self.kv_channels
         self.core_attention = DotProductAttention(
             num_attention_heads, self.kv_channels, groups, attention_dropout, qkv_format, attn_mask_type, window_size,
             bottom_right_diagonal, softcap, layer_number=self.layer_number, softmax_type=softmax_type,
-        ).to(place)  # fmt: skip
+        ).to(target_device)  # fmt: skip
         require_positive_numbers(layernorm_epsilon=layernorm_epsilon, qk_norm_eps=qk_norm_eps)
         norm = normalization if input_layernorm else None
         settings = NormSettings(hidden_size, layernorm_epsilon, norm, zero_centered_gamma, bias, like, init)
@@ -134,7 +141,7 @@ class MultiheadAttention(nn.Module):
             The output; with `return_bias` that without the bias of `proj`, and the bias; with `return_layernorm_output`
             also what the norm made of `hidden_states`.
         """
-        require_neutral(locals())
+        require_neutral(arguments := locals())
         if inference_params is not None and self.layer_number not in inference_params.cache_manager.cache:
             inference_params.allocate_memory(self.layer_number)
         qkv = getattr(self, self.qkv_name)
@@ -147,20 +154,8 @@ class MultiheadAttention(nn.Module):
             query, key = self._rotated(query, key, rotary_pos_emb, inference_params, begins)
         if not self.qk_norm_before_rope:
             query, key = self._normed(query, key)
-        out = self.core_attention(
-            *(query, key, value, attention_mask, None, cu_seqlens_q, cu_seqlens_kv),
-            cu_seqlens_q_padded=cu_seqlens_q_padded,
-            cu_seqlens_kv_padded=cu_seqlens_kv_padded,
-            attn_mask_type=attn_mask_type,
-            window_size=window_size,
-            bottom_right_diagonal=bottom_right_diagonal,
-            softcap=softcap,
-            core_attention_bias_type=core_attention_bias_type,
-            core_attention_bias=core_attention_bias,
-            alibi_slopes=alibi_slopes,
-            inference_params=inference_params,
-            pad_between_seqs=pad_between_seqs,
-        )
+        options = {name: arguments[name] for name in _OF_ATTENTION}
+        out = self.core_attention(query, key, value, inference_params=inference_params, **options)
         results = [self.proj(out)]
         if self.return_bias:
             bias = self.proj.bias
@@ -190,8 +185,8 @@ class MultiheadAttention(nn.Module):
             longest = inference_params.max_sequence_length
         else:  # the lengths of thd's rows are on the device
             longest = query.shape[self.qkv_format.index("s")] if "s" in self.qkv_format else 0
-        if (given := min(len(angles) for angles in pair)) < longest:
-            raise ValueError(f"rotary_pos_emb must have the angles of {longest} positions, got {given}")
+        if (num_angles := min(len(angles) for angles in pair)) < longest:
+            raise ValueError(f"rotary_pos_emb must have the angles of {longest} positions, got {num_angles}")
         layout = (self.qkv_format, starts, self.rotary_pos_interleaved, False, begins)
         return apply_rotary_pos_emb(query, pair[0], *layout), apply_rotary_pos_emb(key, pair[1], *layout)
 
@@ -292,24 +287,13 @@ class TransformerLayer(nn.Module):
         The arguments are those of `MultiheadAttention.forward`; `self_attn_mask_type` and `window_size` None mean the
         layer's. As published, keys have the queries' lengths: `cu_seqlens_kv` has no effect.
         """
-        require_neutral(locals())
+        require_neutral(arguments := locals())
         require_eval(self, hidden_dropout=self.hidden_dropout)
+        options = {name: arguments[name] for name in _OF_ATTENTION if name not in ("attn_mask_type", "cu_seqlens_kv")}
         attended = self.self_attention(
-            hidden_states,
-            attention_mask,
-            attn_mask_type=self_attn_mask_type,
-            window_size=window_size,
-            bottom_right_diagonal=bottom_right_diagonal,
-            inference_params=inference_params,
-            rotary_pos_emb=rotary_pos_emb,
-            core_attention_bias_type=core_attention_bias_type,
-            core_attention_bias=core_attention_bias,
-            alibi_slopes=alibi_slopes,
-            cu_seqlens_q=cu_seqlens_q,
-            cu_seqlens_q_padded=cu_seqlens_q_padded,
-            pad_between_seqs=pad_between_seqs,
-            softcap=softcap,
-        )
+            hidden_states, attn_mask_type=self_attn_mask_type, inference_params=inference_params,
+            rotary_pos_emb=rotary_pos_emb, **options,
+        )  # fmt: skip
         if self.parallel_attention_mlp:
             return hidden_states + (attended + self.layernorm_mlp(hidden_states))
         attended, residual = attended if isinstance(attended, tuple) else (attended, hidden_states)

@@ -1,4 +1,4 @@
-"""Which keys a query sees, and attention under masks and biases that the kernels of a causal step do not have."""
+"""Masks and biases of attention, and attention under those that the kernels of a causal step do not support."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ BIAS_TYPES = ("no_bias", "pre_scale_bias", "post_scale_bias", "alibi")
 
 
 class Mask(NamedTuple):
-    """What a query at position `i` sees; keys count from 0, and `i` does from the diagonal's corner."""
+    """The keys that a query at position `i` sees; keys count from 0, and `i` does from the diagonal's corner."""
 
     is_causal: bool  # no key after i
     bottom_right: bool  # whether the newest query has the newest key's position, or the first the first's
@@ -59,7 +59,7 @@ def _pair_of(window: tuple[int, int]) -> tuple[int, int]:
 
 
 class Sequences(NamedTuple):
-    """Keys, values and queries of a step's sequences, as an attention kernel finds them."""
+    """Keys, values and queries of a step's sequences, in the form of the attention kernels."""
 
     keys: Tensor  # [rows, max_seq, hkv, d], or pages
     values: Tensor
@@ -70,7 +70,7 @@ class Sequences(NamedTuple):
 
 
 class Biases(NamedTuple):
-    """What is added to logits and what hides keys, where there is any of it."""
+    """Biases of logits, and the mask of hidden keys."""
 
     slopes: Tensor | None = None  # float32 [heads] or [rows, heads], of ALiBi
     # broadcastable to [rows, heads, queries, keys]; queries count from the step's first of their row
@@ -85,33 +85,33 @@ class Biases(NamedTuple):
 
 
 class _Queries(NamedTuple):
-    """Tokens of a step, one after another, and what they see."""
+    """Tokens of a step, one after another, and the keys that they see."""
 
     q: Tensor  # [tokens, heads, d]
     rows: Tensor  # int64 [tokens], the sequence of each
     inside: Tensor  # int64 [tokens], its number among the step's tokens of that
     at: Tensor  # int64 [tokens], the position of each
-    seen: Tensor  # int64 [tokens], the number of keys of its sequence that a mask without a window lets it see
+    num_keys: Tensor  # int64 [tokens], the number of keys of its sequence that a mask without a window lets it see
 
 
-def _queries(q: Tensor, form: str, mask: Mask, given: Sequences) -> _Queries:
-    count = given.cu_q.shape[0] - 1
+def _queries(q: Tensor, form: str, mask: Mask, sequences: Sequences) -> _Queries:
+    count = sequences.cu_q.shape[0] - 1
     if form.startswith("thd"):
         tokens = torch.arange(q.shape[0], device=q.device)
-        rows = torch.searchsorted(given.begins[1:].contiguous(), tokens, right=True).clamp(max=count - 1)
-        inside = tokens - given.begins[rows]
+        rows = torch.searchsorted(sequences.begins[1:].contiguous(), tokens, right=True).clamp(max=count - 1)
+        inside = tokens - sequences.begins[rows]
     else:
         q = q.transpose(0, 1) if form.startswith("sbhd") else q
         tokens = torch.arange(q.shape[0] * q.shape[1], device=q.device)
         rows, inside = tokens // q.shape[1], tokens % q.shape[1]
         q = q.flatten(0, 1)
-    new, known = given.cu_q.diff()[rows].long(), given.cu_kv.diff()[rows].long()
-    at = inside + known - new if mask.bottom_right else inside
-    seen = torch.minimum(at + 1, known).clamp(min=0) if mask.is_causal else known
-    return _Queries(q, rows, inside, at, torch.where(inside < new, seen, 0))
+    new, kv_lens = sequences.cu_q.diff()[rows].long(), sequences.cu_kv.diff()[rows].long()
+    at = inside + kv_lens - new if mask.bottom_right else inside
+    num_keys = torch.minimum(at + 1, kv_lens).clamp(min=0) if mask.is_causal else kv_lens
+    return _Queries(q, rows, inside, at, torch.where(inside < new, num_keys, 0))
 
 
-def _laid_back(out: Tensor, q: Tensor, form: str) -> Tensor:
+def _in_format(out: Tensor, q: Tensor, form: str) -> Tensor:
     """Return [tokens, heads, d] in the format of the queries."""
     if form.startswith("thd"):
         return out
@@ -120,40 +120,40 @@ def _laid_back(out: Tensor, q: Tensor, form: str) -> Tensor:
     return out.transpose(0, 1) if form.startswith("sbhd") else out
 
 
-def attend_token_by_token(q: Tensor, form: str, mask: Mask, given: Sequences, options: AttentionOptions) -> Tensor:
+def attend_token_by_token(q: Tensor, form: str, mask: Mask, sequences: Sequences, options: AttentionOptions) -> Tensor:
     """Attend under a mask without a window: for the decode kernel, each query is a row of its own."""
-    tokens = _queries(q, form, mask, given)
-    table = tokens.rows.int().unsqueeze(1) if given.table is None else given.table[tokens.rows]
-    out = q.new_zeros(*tokens.q.shape[:-1], given.values.shape[-1])
-    before = (tokens.seen - 1).int()
-    attend_from_rows(out, tokens.q.contiguous(), given.keys, given.values, before, table, options)
-    return _laid_back(out, q, form)
+    tokens = _queries(q, form, mask, sequences)
+    table = tokens.rows.int().unsqueeze(1) if sequences.table is None else sequences.table[tokens.rows]
+    out = q.new_zeros(*tokens.q.shape[:-1], sequences.values.shape[-1])
+    before = (tokens.num_keys - 1).int()
+    attend_from_rows(out, tokens.q.contiguous(), sequences.keys, sequences.values, before, table, options)
+    return _in_format(out, q, form)
 
 
 def attend_densely(
-    q: Tensor, form: str, mask: Mask, given: Sequences, options: AttentionOptions, biases: Biases
+    q: Tensor, form: str, mask: Mask, sequences: Sequences, options: AttentionOptions, biases: Biases
 ) -> Tensor:
     """Attend under any mask, and with any biases, by torch's operators over all places of each sequence.
 
     With slopes a query at i adds `-slope * abs(i - j)` to the logit of key j, after the cap.
     """
-    tokens = _queries(q, form, mask, given)
-    kv_heads = given.keys.shape[2]
+    tokens = _queries(q, form, mask, sequences)
+    kv_heads = sequences.keys.shape[2]
     wide = tokens.q.float().unflatten(1, (kv_heads, -1)) * options.scale_of(q.shape[-1])  # [tokens, hkv, group, d]
-    out = q.new_zeros(*tokens.q.shape[:-1], given.values.shape[-1])
+    out = q.new_zeros(*tokens.q.shape[:-1], sequences.values.shape[-1])
     is_packed = form.startswith("thd")
-    count = given.cu_q.shape[0] - 1 if is_packed else q.shape[form.index("b")]
+    count = sequences.cu_q.shape[0] - 1 if is_packed else q.shape[form.index("b")]
     width = len(wide) // max(count, 1)
     for row in range(count):
         keys, values = (
-            cache[row] if given.table is None else cache[given.table[row].long()].flatten(0, 1)
-            for cache in (given.keys, given.values)
+            cache[row] if sequences.table is None else cache[sequences.table[row].long()].flatten(0, 1)
+            for cache in (sequences.keys, sequences.values)
         )  # [places, hkv, d]
-        places = torch.arange(keys.shape[0], device=q.device)
-        here = slice(None) if is_packed else slice(row * width, (row + 1) * width)
-        at, seen = tokens.at[here, None], tokens.seen[here, None]
-        logits = torch.einsum("thgd,phd->thgp", wide[here], keys.float())
-        spread = partial(_spread, row=row, inside=tokens.inside[here], places=len(places), kv_heads=kv_heads)
+        positions = torch.arange(keys.shape[0], device=q.device)
+        chunk = slice(None) if is_packed else slice(row * width, (row + 1) * width)
+        at, num_keys = tokens.at[chunk, None], tokens.num_keys[chunk, None]
+        logits = torch.einsum("thgd,phd->thgp", wide[chunk], keys.float())
+        spread = partial(_spread, row=row, inside=tokens.inside[chunk], positions=len(positions), kv_heads=kv_heads)
         if biases.matrix is not None and biases.is_scaled:
             logits = logits + spread(biases.matrix).float() * options.scale_of(q.shape[-1])
         if options.logits_soft_cap > 0:
@@ -163,10 +163,10 @@ def attend_densely(
         if biases.slopes is not None:
             slopes = biases.slopes if biases.slopes.dim() == 1 else biases.slopes[min(row, len(biases.slopes) - 1)]
             of_row = slopes.float().view(1, kv_heads, -1, 1)
-            logits = logits - of_row * (at - places).abs()[:, None, None]
-        visible = (places < seen) & (tokens.rows[here, None] == row)
+            logits = logits - of_row * (at - positions).abs()[:, None, None]
+        visible = (positions < num_keys) & (tokens.rows[chunk, None] == row)
         if mask.left >= 0:
-            visible = visible & (places >= at - mask.left) & (places <= at + mask.right)
+            visible = visible & (positions >= at - mask.left) & (positions <= at + mask.right)
         visible = visible[:, None, None]
         if biases.hidden is not None:
             visible = visible & ~spread(biases.hidden)
@@ -177,27 +177,27 @@ def attend_densely(
             sinks = options.sinks.view(1, kv_heads, -1, 1).expand(*logits.shape[:-1], 1)
             weights = torch.softmax(torch.cat((logits, sinks), -1), -1)[..., :-1]
         weights = torch.where(visible, weights, 0.0)
-        known = (places < given.cu_kv[row + 1] - given.cu_kv[row])[:, None, None]
-        part = torch.einsum("thgp,phd->thgd", weights, torch.where(known, values.float(), 0.0)).flatten(1, 2)
-        out[here] = torch.where((tokens.rows[here] == row)[:, None, None], part.to(out.dtype), out[here])
-    return _laid_back(out, q, form)
+        is_key = (positions < sequences.cu_kv[row + 1] - sequences.cu_kv[row])[:, None, None]
+        part = torch.einsum("thgp,phd->thgd", weights, torch.where(is_key, values.float(), 0.0)).flatten(1, 2)
+        out[chunk] = torch.where((tokens.rows[chunk] == row)[:, None, None], part.to(out.dtype), out[chunk])
+    return _in_format(out, q, form)
 
 
-def _spread(matrix: Tensor, *, row: int, inside: Tensor, places: int, kv_heads: int) -> Tensor:
+def _spread(matrix: Tensor, *, row: int, inside: Tensor, positions: int, kv_heads: int) -> Tensor:
     """Return a row's part [tokens, kv heads, group, places] of a matrix, each dimension of which may be one."""
-    own = matrix[row if matrix.shape[0] > 1 else 0]  # [heads, queries, keys]
-    own = (own.index_select(1, inside.clamp(max=own.shape[1] - 1)) if own.shape[1] > 1 else own).transpose(0, 1)
-    if own.shape[-1] > 1:
-        own = own[..., :places]
-        own = torch.nn.functional.pad(own, (0, places - own.shape[-1]))
-    return own.unsqueeze(1) if own.shape[1] == 1 else own.unflatten(1, (kv_heads, -1))
+    part = matrix[row if matrix.shape[0] > 1 else 0]  # [heads, queries, keys]
+    part = (part.index_select(1, inside.clamp(max=part.shape[1] - 1)) if part.shape[1] > 1 else part).transpose(0, 1)
+    if part.shape[-1] > 1:
+        part = part[..., :positions]
+        part = torch.nn.functional.pad(part, (0, positions - part.shape[-1]))
+    return part.unsqueeze(1) if part.shape[1] == 1 else part.unflatten(1, (kv_heads, -1))
 
 
 def attend(
     q: Tensor,
     form: str,
     mask: Mask,
-    given: Sequences,
+    sequences: Sequences,
     options: AttentionOptions,
     biases: Biases,
     is_aligned: bool,
@@ -210,13 +210,13 @@ def attend(
     has_one = not form.startswith("thd") and q.shape[form.index("s")] == 1
     if biases.are_none and is_aligned and (mask.is_causal or has_one):
         return cached_attention(
-            q, given.keys, given.values, given.cu_q, given.cu_kv, qkv_format=form, page_table=given.table,
-            sm_scale=options.sm_scale, window_left=options.window_left, logits_soft_cap=options.logits_soft_cap,
-            sinks=options.sinks,
+            q, sequences.keys, sequences.values, sequences.cu_q, sequences.cu_kv, qkv_format=form,
+            page_table=sequences.table, sm_scale=options.sm_scale, window_left=options.window_left,
+            logits_soft_cap=options.logits_soft_cap, sinks=options.sinks,
         )  # fmt: skip
     if biases.are_none and mask.left < 0:
-        return attend_token_by_token(q, form, mask, given, options)
-    return attend_densely(q, form, mask, given, options, biases)
+        return attend_token_by_token(q, form, mask, sequences, options)
+    return attend_densely(q, form, mask, sequences, options, biases)
 
 
 def biases_of(
@@ -245,18 +245,18 @@ def biases_of(
     if ("scale" in kind) != (matrix is not None):
         must = "given" if "scale" in kind else "None"
         raise ValueError(f"core_attention_bias must be {must} with core_attention_bias_type={kind!r}")
-    for name, given, dtypes in (
+    for name, tensor, dtypes in (
         ("core_attention_bias", matrix, (torch.float32, torch.float16, torch.bfloat16)),
         ("attention_mask", hidden, (torch.bool,)),
     ):
-        if given is None:
+        if tensor is None:
             continue
         if shape is None:
             raise ValueError(f"{name} of queries and keys needs qkv_format bshd or sbhd, got thd")
-        require_tensors(q.device, **{name: given})
-        fits = given.dim() == 4 and all(n in (1, most) for n, most in zip(given.shape, shape, strict=True))
-        if not fits or given.dtype not in dtypes:
-            raise ValueError(f"{name} must be broadcastable to {shape}, got {given.dtype} {tuple(given.shape)}")
+        require_tensors(q.device, **{name: tensor})
+        fits = tensor.dim() == 4 and all(n in (1, most) for n, most in zip(tensor.shape, shape, strict=True))
+        if not fits or tensor.dtype not in dtypes:
+            raise ValueError(f"{name} must be broadcastable to {shape}, got {tensor.dtype} {tuple(tensor.shape)}")
     heads = q.shape[-2]
     if kind != "alibi":
         if slopes is not None:

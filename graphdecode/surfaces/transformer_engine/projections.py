@@ -16,7 +16,7 @@ from graphdecode.kernels.norm.rms_norm import rms_norm
 
 NORMALIZATIONS = ("LayerNorm", "RMSNorm")
 QK_NORMS = ("L2Normalization", "RMSNorm", "LayerNorm")
-_PLAIN: dict[str, Callable[[Tensor], Tensor]] = {
+_UNGATED: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": lambda x: F.gelu(x, approximate="tanh"),
     "qgelu": lambda x: x * torch.sigmoid(1.702 * x),
     "relu": F.relu,
@@ -25,7 +25,7 @@ _PLAIN: dict[str, Callable[[Tensor], Tensor]] = {
 }
 _GATES = {"reglu": "relu", "sreglu": "srelu", "qgeglu": "qgelu"}  # gated activation -> that of its gate
 _FUSED = {"swiglu": "silu", "geglu": "gelu_tanh"}  # those that have a kernel
-ACTIVATIONS = (*_PLAIN, *_GATES, *_FUSED, "glu", "clamped_swiglu")
+ACTIVATIONS = (*_UNGATED, *_GATES, *_FUSED, "glu", "clamped_swiglu")
 _CLAMP = {"limit": 7.0, "alpha": 1.702, "glu_linear_offset": 1.0}  # of clamped_swiglu
 _STD = 0.023  # standard deviation of initial weights
 
@@ -45,9 +45,9 @@ class Initializers(NamedTuple):
     def check(self) -> None:
         """Refuse what cannot be called."""
         names = ("init_method", "output_layer_init_method", "get_rng_state_tracker")
-        for name, given in zip(names, self, strict=True):
-            if given is not None and not callable(given):
-                raise ValueError(f"{name} must be callable or None, got {given!r}")
+        for name, function in zip(names, self, strict=True):
+            if function is not None and not callable(function):
+                raise ValueError(f"{name} must be callable or None, got {function!r}")
 
     def weight(self, *shape: int, like: dict[str, object], is_outer: bool = False) -> nn.Parameter:
         """Return a new weight that is not trained."""
@@ -185,7 +185,7 @@ class LayerNormMLP(Normalized):
         self.clamp = _CLAMP | dict(params or {})
         hidden_size, like, bias = settings.hidden_size, settings.like, settings.bias
         self.activation = activation
-        rows = ffn_hidden_size * (1 if activation in _PLAIN else 2)
+        rows = ffn_hidden_size * (1 if activation in _UNGATED else 2)
         self.fc1_weight = settings.init.weight(rows, hidden_size, like=like)
         self.fc1_bias = frozen(rows, value=0.0, like=like) if bias else None
         self.fc2_weight = settings.init.weight(hidden_size, ffn_hidden_size, like=like, is_outer=True)
@@ -197,8 +197,8 @@ class LayerNormMLP(Normalized):
         return F.linear(self._activated(inner), self.fc2_weight, self.fc2_bias)
 
     def _activated(self, inner: Tensor) -> Tensor:
-        if self.activation in _PLAIN:
-            return _PLAIN[self.activation](inner)
+        if self.activation in _UNGATED:
+            return _UNGATED[self.activation](inner)
         if self.activation in _FUSED:
             rows = inner.reshape(-1, inner.shape[-1])
             out = torch.empty(rows.shape[0], rows.shape[1] // 2, dtype=inner.dtype, device=inner.device)
@@ -211,4 +211,4 @@ class LayerNormMLP(Normalized):
             limit, alpha, offset = self.clamp["limit"], self.clamp["alpha"], self.clamp["glu_linear_offset"]
             gate = gate.clamp(max=limit)
             return gate * torch.sigmoid(alpha * gate) * (up.clamp(-limit, limit) + offset)
-        return _PLAIN[_GATES[self.activation]](gate) * up
+        return _UNGATED[_GATES[self.activation]](gate) * up
