@@ -68,17 +68,17 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, options: Options) -> tuple[T
                 lse[i] = options.sinks / math.log(2.0)
             continue
         before = at % (options.window_left + 1) if options.is_chunked else options.window_left
-        seen = [j for j in range(at + 1) if before < 0 or j >= at - before]
-        logits = (keys[seen][:, owner] * q[i]).sum(-1) * options.sm_scale  # [seen, heads]
+        visible = [j for j in range(at + 1) if before < 0 or j >= at - before]
+        logits = (keys[visible][:, owner] * q[i]).sum(-1) * options.sm_scale  # [seen, heads]
         if options.soft_cap > 0:
             logits = options.soft_cap * torch.tanh(logits / options.soft_cap)
         if options.mode == "ALIBI":
             slopes = torch.tensor([slope(h, heads) for h in range(heads)], dtype=torch.float64)
-            logits = logits + slopes * torch.tensor([[float(j - at)] for j in seen], dtype=torch.float64)
-        values_seen = values[seen][:, owner]
+            logits = logits + slopes * torch.tensor([[float(j - at)] for j in visible], dtype=torch.float64)
+        visible_values = values[visible][:, owner]
         if options.sinks is not None:  # one more key, whose value is 0
             logits = torch.cat([logits, options.sinks.double().cpu()[None]])
-            values_seen = torch.cat([values_seen, torch.zeros_like(out[:1])])
+            visible_values = torch.cat([visible_values, torch.zeros_like(out[:1])])
         lse[i] = torch.logsumexp(logits, 0) / math.log(2.0)
-        out[i] = (torch.softmax(logits, 0).unsqueeze(-1) * values_seen).sum(0) * options.v_scale
+        out[i] = (torch.softmax(logits, 0).unsqueeze(-1) * visible_values).sum(0) * options.v_scale
     return out, lse

@@ -80,26 +80,26 @@ class PagedRows:
             cache = torch.full((pool, page_size, kv_heads, dim), -127.0 if is_int8 else math.nan)
             units = torch.full((pool, kv_heads, page_size), math.nan)
             drawn = [(1.0 if is_int8 else scale) * torch.randn(n, kv_heads, dim, generator=draw) for n in lens]
-            place = 0
+            position = 0
             rows.append([])
             for tokens, count in zip(drawn, counts, strict=True):
                 stored, unit = int8_codes(tokens) if is_int8 else (tokens.to(dtype).float(), torch.ones(1))
                 rows[-1].append(stored * unit)
                 for page in range(count):
-                    own = slice(page * page_size, (page + 1) * page_size)
-                    part = stored[own]
-                    cache[order[place], : len(part)] = part.float()
+                    entries = slice(page * page_size, (page + 1) * page_size)
+                    part = stored[entries]
+                    cache[order[position], : len(part)] = part.float()
                     if is_int8:
-                        units[order[place], :, : len(part)] = unit[own, :, 0].T.float()
-                    place += 1
+                        units[order[position], :, : len(part)] = unit[entries, :, 0].T.float()
+                    position += 1
             caches.append(cache.to(dtype).to(device))
             scales.append(units.to(torch.bfloat16).to(device))
         if layout == "HND":
             caches = [cache.transpose(1, 2).contiguous().transpose(1, 2) for cache in caches]
         elif layout == "joined" and value_dim == head_dim:
             as_bytes = [cache.view(torch.uint8) for cache in caches]
-            both = torch.stack(as_bytes, dim=1).view(dtype)
-            caches = [both[:, 0], both[:, 1]]
+            joined = torch.stack(as_bytes, dim=1).view(dtype)
+            caches = [joined[:, 0], joined[:, 1]]
         if is_latent:
             caches[1], rows[1] = caches[0][..., -value_dim:], [keys[..., -value_dim:] for keys in rows[0]]
         if is_in_parts:

@@ -109,7 +109,7 @@ class Problem:
         for row, length in enumerate(self.lens):
             self.table[row] = order[row * width : (row + 1) * width]
             at = torch.arange(length - 1)
-            places = self.table[row, at // page_size].long(), at % page_size
+            positions = self.table[row, at // page_size].long(), at % page_size
             self.old.append([])
             for drawn, cache, scales, unit in zip(
                 torch.randn(2, length - 1, kv_heads, dim, generator=draw),
@@ -118,10 +118,10 @@ class Problem:
                 self.units,
                 strict=True,
             ):
-                codes, own = self.stored(drawn, unit)
-                as_integers(cache)[places] = as_integers(codes.to(self.kv_dtype))
-                scales[places[0], :, places[1]] = own[..., 0].to(torch.bfloat16)
-                self.old[-1].append(codes.double() * own)
+                codes, part = self.stored(drawn, unit)
+                as_integers(cache)[positions] = as_integers(codes.to(self.kv_dtype))
+                scales[positions[0], :, positions[1]] = part[..., 0].to(torch.bfloat16)
+                self.old[-1].append(codes.double() * part)
         self.options = Options(
             dim**-0.5, window_left=case["window_left"], soft_cap=case["soft_cap"], sinks=self.sinks,
             is_chunked=case.get("is_chunked", False),
@@ -138,8 +138,8 @@ class Problem:
         """Return the caches as numbers, in float64."""
         if self.kv_dtype == torch.int8:
             return [
-                codes.double() * own.double().transpose(1, 2)[..., None]
-                for codes, own in zip(caches, scales, strict=True)
+                codes.double() * part.double().transpose(1, 2)[..., None]
+                for codes, part in zip(caches, scales, strict=True)
             ]
         return [codes.double() * unit for codes, unit in zip(caches, self.units, strict=True)]
 
@@ -153,11 +153,11 @@ class Problem:
             q, k = (turned(normed(x, w), self.cos_sin[length - 1]) for x, w in zip((q, k), self.gains, strict=True))
             if self.kv_dtype == torch.int8:
                 q, k = q @ mixing(dim), k @ mixing(dim)
-            kept = [self.stored(x, unit) for x, unit in zip((k, v), self.units, strict=True)]
-            new = [codes.double() * unit for codes, unit in kept]
+            saved = [self.stored(x, unit) for x, unit in zip((k, v), self.units, strict=True)]
+            new = [codes.double() * unit for codes, unit in saved]
             for cache, entry in zip(caches, new, strict=True):
-                place = self.table[row, (length - 1) // self.case["page_size"]]
-                cache[place, (length - 1) % self.case["page_size"]] = entry
+                position = self.table[row, (length - 1) // self.case["page_size"]]
+                cache[position, (length - 1) % self.case["page_size"]] = entry
             keys, values = (torch.cat([old.double(), x[None]]) for old, x in zip(self.old[row], new, strict=True))
             out[row] = attend(q.to(self.dtype)[None], keys, values, self.options)[0]
         return out, caches
@@ -169,22 +169,22 @@ class Problem:
         lens[: len(self.lens)] = torch.tensor(self.lens, dtype=torch.int32) - 1
         live = torch.tensor([len(self.lens)], dtype=torch.int32)
         kv_lens, plan = torch.zeros(self.rows, dtype=torch.int32), torch.full((plan_size(items),), 2**30)
-        made = [tensor.to(self.device).to(torch.int32) for tensor in (kv_lens, plan, lens, live)]
-        attention_plan_triton(*made, PlanSizes(WAVE_ITEMS, fixed_split, window_left))
+        tensors = [tensor.to(self.device).to(torch.int32) for tensor in (kv_lens, plan, lens, live)]
+        attention_plan_triton(*tensors, PlanSizes(WAVE_ITEMS, fixed_split, window_left))
         dim = self.case["head_dim"]
         partial = torch.full((items, 1, self.heads, dim), math.nan, device=self.device)
         sums = torch.full((items, 1, self.heads, 2), math.nan, device=self.device)
         counters = torch.zeros(self.rows * self.heads, dtype=torch.int32, device=self.device)
-        return made[0], made[1], items, (partial, sums, counters)
+        return tensors[0], tensors[1], items, (partial, sums, counters)
 
     def run(self, version, fixed_split=0, plan_window=-1):
         """Return output and caches of one version."""
         kv_lens, plan, items, workspace = self.plan(fixed_split, plan_window)
         out = torch.full((self.rows, self.heads, self.case["head_dim"]), math.nan, dtype=self.dtype)
-        given = (out, *(cache.clone() for cache in self.caches), self.qkv, self.table)
-        given = [tensor.to(self.device) for tensor in given]
+        arguments = (out, *(cache.clone() for cache in self.caches), self.qkv, self.table)
+        arguments = [tensor.to(self.device) for tensor in arguments]
         constants = [None if t is None else t.to(self.device) for t in (self.cos_sin, *self.gains)]
-        scales = [own.clone().to(self.device) for own in self.scales] if self.kv_dtype == torch.int8 else [None, None]
+        scales = [part.clone().to(self.device) for part in self.scales] if self.kv_dtype == torch.int8 else [None, None]
         sinks = None if self.sinks is None else self.sinks.to(self.device)
         of_layer = self.options
         options = (of_layer.sm_scale, of_layer.window_left, of_layer.soft_cap, sinks, of_layer.is_chunked)
@@ -193,10 +193,10 @@ class Problem:
         work, rope = (kv_lens, plan, *workspace), (*constants, EPS)
         if takes_whole(version):
             work, rope = (SplitPlan(*work),), (QKNormRope(*rope),)
-        version(*given, *work, *rope, items, *options, *self.units, *of_pages)
+        version(*arguments, *work, *rope, items, *options, *self.units, *of_pages)
         assert not workspace[-1].any(), "the next launch counts from 0"
-        return given[0].cpu(), self.widened(
-            *([x.cpu() for x in some if x is not None] for some in (given[1:3], scales))
+        return arguments[0].cpu(), self.widened(
+            *([x.cpu() for x in some if x is not None] for some in (arguments[1:3], scales))
         )
 
     def check(self, version, **split):
@@ -213,8 +213,8 @@ class Problem:
             torch.int8: 0.03,
         }
         one_step = steps[self.kv_dtype]
-        for cache, wanted in zip(caches, expected_caches, strict=True):
-            torch.testing.assert_close(cache.double(), wanted, atol=one_step, rtol=one_step, equal_nan=True)
+        for cache, reference in zip(caches, expected_caches, strict=True):
+            torch.testing.assert_close(cache.double(), reference, atol=one_step, rtol=one_step, equal_nan=True)
 
 
 @pytest.mark.parametrize("number", range(len(CASES)))
@@ -237,7 +237,7 @@ def two_launches(out, k_cache, v_cache, qkv, table, work, rope, items, options, 
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_two_launches_over_an_int8_cache_are_what_one_is(dtype, monkeypatch):
+def test_two_launches_over_an_int8_cache_equal_one(dtype, monkeypatch):
     """As a GPU has it, with the operators of the processor that is here."""
     draw = torch.Generator().manual_seed(0)
     heads, kv_heads, dim, page, rows = 6, 2, 64, 4, 3
@@ -248,9 +248,9 @@ def test_two_launches_over_an_int8_cache_are_what_one_is(dtype, monkeypatch):
     turn = QKNormRope(torch.stack([angles.cos(), angles.sin()], dim=1))
     qkv = torch.randn(rows, (heads + 2 * kv_heads) * dim, generator=draw).to(dtype)
     codes = torch.randint(-127, 128, (2, 16, page, kv_heads, dim), generator=draw).to(torch.int8)
-    found = []
-    for is_apart in (False, True):
-        monkeypatch.setattr(PagedDecodeAttention, "DEVICES_APART", {"cpu"} if is_apart else set())
+    result = []
+    for is_separate in (False, True):
+        monkeypatch.setattr(PagedDecodeAttention, "DEVICES_APART", {"cpu"} if is_separate else set())
         attention = PagedDecodeAttention(
             max_batch_size=rows, num_qo_heads=heads, num_kv_heads=kv_heads, head_dim=dim, **sizes
         )
@@ -259,8 +259,8 @@ def test_two_launches_over_an_int8_cache_are_what_one_is(dtype, monkeypatch):
         attention.plan(lens, live)
         out = torch.empty(rows, heads, dim, dtype=dtype)
         attention.append_and_run(out, qkv, keys, values, table, turn, scales=CacheScales(pages=scales))
-        found.append((out, keys, values, *scales))
-    for one, two in zip(*found, strict=True):
+        result.append((out, keys, values, *scales))
+    for one, two in zip(*result, strict=True):
         assert torch.equal(one, two)
 
 
@@ -272,8 +272,8 @@ def test_torch_version_agrees_with_float64_on_every_pair_of_options(number):
 @compiled
 @pytest.mark.parametrize("number", range(len(NATIVE_CASES)))
 def test_compiled_version_agrees_with_float64_on_every_pair_of_options(number):
-    def run(*given):
-        append_attention_native(*given)()
+    def run(*arguments):
+        append_attention_native(*arguments)()
 
     Problem(NATIVE_CASES[number], "cpu", number).check(run)
 
@@ -286,14 +286,14 @@ BASE = {
 
 
 @pytest.mark.parametrize("window_left", [-1, 66])
-def test_one_launch_gives_what_append_and_attention_gave(window_left, device):
+def test_one_launch_equals_append_and_attention(window_left, device):
     problem = Problem({**BASE, "window_left": window_left}, device, 3)
     together, caches = problem.run(append_attention_triton)
 
     expected, expected_caches = problem.run(two_launches)
     torch.testing.assert_close(together, expected, atol=1e-5, rtol=1e-5)
-    for cache, wanted in zip(caches, expected_caches, strict=True):
-        torch.testing.assert_close(cache[:-1], wanted[:-1], atol=1e-6, rtol=1e-6, equal_nan=True)
+    for cache, reference in zip(caches, expected_caches, strict=True):
+        torch.testing.assert_close(cache[:-1], reference[:-1], atol=1e-6, rtol=1e-6, equal_nan=True)
 
 
 @pytest.mark.parametrize("version", ["triton", "torch", NATIVE])
@@ -304,7 +304,7 @@ def test_hostile_padding_changes_no_bit_of_a_live_row_or_page(version, device):
     run = {
         "triton": append_attention_triton,
         "torch": append_attention_torch,
-        "native": lambda *given: append_attention_native(*given)(),
+        "native": lambda *arguments: append_attention_native(*arguments)(),
     }[version]
     results = []
     for hostile in (False, True):
@@ -321,22 +321,22 @@ def test_hostile_padding_changes_no_bit_of_a_live_row_or_page(version, device):
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="watches what the interpreter asks for")
-def test_nothing_is_asked_for_ahead_but_keys_and_values_of_live_rows_and_each_line_once(monkeypatch):
+def test_prefetch_reads_each_line_of_live_rows_once_and_no_other(monkeypatch):
     """Programs without work, and places past a row's last older key, would all ask for page 0."""
-    problem, asked = Problem({**BASE, "padding": 2}, "cpu", 5), []
+    problem, prefetched = Problem({**BASE, "padding": 2}, "cpu", 5), []
 
-    def prefetch(places, is_wanted):
-        wanted = np.broadcast_to(is_wanted.handle.data.astype(bool), places.handle.data.shape)
-        asked.extend(places.handle.data[wanted].tolist())
+    def prefetch(positions, is_active):
+        expected = np.broadcast_to(is_active.handle.data.astype(bool), positions.handle.data.shape)
+        prefetched.extend(positions.handle.data[expected].tolist())
 
     monkeypatch.setattr(append_attention_module, "early_start_options", lambda _: {"PDL": True})
     monkeypatch.setattr(append_attention_module, "wait_and_trigger", lambda: None)
     monkeypatch.setattr(append_attention_module, "prefetch", prefetch)
     caches = [None, None]
 
-    def version(*given):
-        caches[:] = given[1:3]
-        append_attention_triton(*given)
+    def version(*arguments):
+        caches[:] = arguments[1:3]
+        append_attention_triton(*arguments)
 
     monkeypatch.setitem(globals(), "takes_whole", lambda _: True)
     problem.run(version)
@@ -348,12 +348,12 @@ def test_nothing_is_asked_for_ahead_but_keys_and_values_of_live_rows_and_each_li
                 page = int(problem.table[row, at // problem.case["page_size"]])
                 begin = cache.data_ptr() + page * page_bytes + at % problem.case["page_size"] * token_bytes
                 allowed |= set(range(begin, begin + token_bytes))
-    assert asked
-    assert set(asked) <= allowed
-    assert len(set(asked)) == len(asked)
+    assert prefetched
+    assert set(prefetched) <= allowed
+    assert len(set(prefetched)) == len(prefetched)
 
 
-def test_a_group_larger_than_a_tile_appends_once(device):
+def test_a_group_larger_than_a_tile_appends_one_token(device):
     Problem({**BASE, "group": 70, "kv_heads": 1, "head_dim": 16, "lens": (70, 1)}, device, 7).check(
         append_attention_triton
     )
@@ -384,18 +384,18 @@ def test_pages_out_of_sight_are_not_read(version: str, dtype: torch.dtype, lengt
     cut = table.clone()
     cut[:, :first] = NULL_PAGE
     assert first >= 3
-    found = []
+    result = []
     for pages in (table, cut):
         out = torch.zeros_like(q)
         ends_q, ends_kv = (torch.tensor([0, end], dtype=torch.int32) for end in (queries, length))
-        given = (out, None, q, keys, values, ends_q, ends_kv, pages, *options, 1.0, None, None)
-        run("extend_attention", version, *given)
-        found.append(out)
-    if version == "native" and not found[0].any():
+        arguments = (out, None, q, keys, values, ends_q, ends_kv, pages, *options, 1.0, None, None)
+        run("extend_attention", version, *arguments)
+        result.append(out)
+    if version == "native" and not result[0].any():
         pytest.skip("no compiled kernels")
-    assert found[0].any()
-    assert found[0].isfinite().all()
-    assert torch.equal(*found)
+    assert result[0].any()
+    assert result[0].isfinite().all()
+    assert torch.equal(*result)
     one = []
     plan = torch.tensor([1, 0, 0, 0, 0, 0, 1, length], dtype=torch.int32)
     turn = torch.stack([torch.ones(128, 4), torch.zeros(128, 4)], 1)
@@ -404,8 +404,8 @@ def test_pages_out_of_sight_are_not_read(version: str, dtype: torch.dtype, lengt
         out, caches = torch.zeros_like(q[-1:]), (keys.clone(), values.clone())
         workspace = torch.zeros(1, 1, 2, 32), torch.zeros(1, 1, 2), torch.zeros(2, dtype=torch.int32)
         ends = torch.tensor([length], dtype=torch.int32)
-        given = (out, *caches, qkv, pages, ends, plan, *workspace, turn, None, None, 0.0, 1, *options, 1.0, 1.0)
-        run("append_attention", version, *given, None, None)
+        arguments = (out, *caches, qkv, pages, ends, plan, *workspace, turn, None, None, 0.0, 1, *options, 1.0, 1.0)
+        run("append_attention", version, *arguments, None, None)
         one.append(out)
     assert one[0].any()
     assert one[0].isfinite().all()

@@ -37,12 +37,12 @@ def plan_of(lens, device, *, wave_items, fixed_split=0, window_left=-1, live=Non
     before = torch.tensor(lens, dtype=torch.int32, device=device) - 1
     live_rows = torch.tensor([rows if live is None else live], dtype=torch.int32, device=device)
     attention_plan_triton(kv_lens, plan, before, live_rows, PlanSizes(wave_items, fixed_split, window_left))
-    found = items_of(plan)
-    assert len(found) <= items
+    result = items_of(plan)
+    assert len(result) <= items
     splits = [0] * rows
-    for row, *_ in found:
+    for row, *_ in result:
         splits[row] += 1
-    return kv_lens.tolist(), splits, found
+    return kv_lens.tolist(), splits, result
 
 
 @given(st.lists(st.integers(0, 100_000), min_size=1, max_size=24), st.integers(1, 140))
@@ -69,7 +69,7 @@ def test_long_rows_are_split_more_and_short_ones_not(device):
     assert splits[0] > splits[1] > splits[2] >= splits[3] == 1
 
 
-def test_a_long_row_among_many_does_not_run_alone_at_the_end(device):
+def test_a_long_row_among_many_is_split(device):
     _, splits, items = plan_of([512] * 127 + [65_536], device, wave_items=33)
     assert splits[:127] == [1] * 127
     assert splits[127] == MOST_SPLITS
@@ -100,7 +100,7 @@ def test_fixed_splits_depend_on_the_row_alone(device):
     assert splits == [min(-(-n // 256), MOST_SPLITS) for n in lens]
 
 
-def test_fewer_rows_than_capacity_leave_the_rest_empty(device):
+def test_rows_past_the_batch_have_no_items(device):
     indptr = torch.tensor([0, 2, 3], dtype=torch.int32, device=device)
     last = torch.tensor([1, 4], dtype=torch.int32, device=device)
     kv_lens = torch.full((6,), -1, dtype=torch.int32, device=device)

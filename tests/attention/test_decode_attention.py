@@ -23,8 +23,8 @@ paged_attention_plan_torch = versions("paged_attention_plan").torch
 decode_attention_torch = versions("decode_attention").torch
 
 
-def decode_attention_native(*given):
-    versions("decode_attention").native(*given)()
+def decode_attention_native(*arguments):
+    versions("decode_attention").native(*arguments)()
 
 
 WAVE_ITEMS = 6
@@ -95,7 +95,7 @@ def run(version, rows: PagedRows, q, options: Options, *, q_len=1, fixed_split=0
     out = torch.full((*q.shape[:2], value_dim), math.nan, dtype=q.dtype, device=device)
     sums = torch.full(q.shape[:2], math.nan, device=device) if lse else None
     sinks = None if options.sinks is None else options.sinks.to(device)
-    given = (options.sm_scale, options.window_left, options.soft_cap, sinks, options.is_chunked)
+    arguments = (options.sm_scale, options.window_left, options.soft_cap, sinks, options.is_chunked)
     partial = torch.full((items, q_len, heads, value_dim), math.nan, device=device)
     sums_of_splits = torch.full((items, q_len, heads, 2), math.nan, device=device)
     work, positions = (
@@ -103,7 +103,7 @@ def run(version, rows: PagedRows, q, options: Options, *, q_len=1, fixed_split=0
         (options.mode, options.rope_scale, options.rope_theta),
     )
     if version is decode_attention_triton:
-        work, given, positions = (SplitPlan(*work),), (AttentionOptions(*given),), (Positions(*positions),)
+        work, arguments, positions = (SplitPlan(*work),), (AttentionOptions(*arguments),), (Positions(*positions),)
     version(
         out,
         sums,
@@ -115,7 +115,7 @@ def run(version, rows: PagedRows, q, options: Options, *, q_len=1, fixed_split=0
         *work,
         q_len,
         items,
-        *given,
+        *arguments,
         options.v_scale,
         *positions,
         *scales_of(version, rows),
@@ -171,7 +171,7 @@ VERSIONS = [decode_attention_triton, decode_attention_torch, pytest.param(decode
 @pytest.mark.parametrize("where", ["query", "last key", "every key", "value"])
 @pytest.mark.parametrize("dtype", ["bf16", "fp16-e4m3"])
 @pytest.mark.parametrize("length", [5, 200, 1100])
-def test_what_is_no_number_stays_so_and_spoils_nothing_else(version, where, dtype, length, device):
+def test_nan_stays_in_its_rows(version, where, dtype, length, device):
     if version is decode_attention_triton and length > 200:
         pytest.skip("a thousand keys take the interpreter a minute")
     device = device if version is decode_attention_triton else "cpu"
@@ -220,8 +220,8 @@ def test_torch_version_agrees_with_float64_on_every_pair_of_options(number):
 def test_compiled_kernel_agrees_with_float64_on_every_pair_of_options(number):
     case = NATIVE_CASES[number]
     torch.set_num_threads(case["threads"])
-    given = {"layout": "NHD", "mode": "NONE", "fixed_split": 0, "dense": True}
-    check(decode_attention_native, given | case, "cpu", number)
+    arguments = {"layout": "NHD", "mode": "NONE", "fixed_split": 0, "dense": True}
+    check(decode_attention_native, arguments | case, "cpu", number)
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -294,11 +294,11 @@ def test_a_row_does_not_depend_on_its_pages(version, device):
     rows = PagedRows.random([61], page_size=4, kv_heads=2, head_dim=64, dtype=torch.float32, device=device)
     q = torch.randn(1, 8, 64, generator=torch.Generator().manual_seed(4)).to(device)
     scattered, _ = run(version, rows, q, Options(0.125))
-    own = rows.indices.long()
-    pages = len(own)
+    part = rows.indices.long()
+    pages = len(part)
     side_by_side = PagedRows.random([61], page_size=4, kv_heads=2, head_dim=64, dtype=torch.float32, device=device)
-    side_by_side.k_cache[:pages] = rows.k_cache[own]
-    side_by_side.v_cache[:pages] = rows.v_cache[own]
+    side_by_side.k_cache[:pages] = rows.k_cache[part]
+    side_by_side.v_cache[:pages] = rows.v_cache[part]
     side_by_side.indices = torch.arange(pages, dtype=torch.int32, device=device)
     viewed, _ = run(version, side_by_side, q, Options(0.125))
     assert torch.equal(scattered, viewed)
@@ -347,7 +347,7 @@ def test_rows_that_are_widened_in_pieces_agree_with_float64(length, dtype):
 
 
 @pytest.mark.parametrize("mode", ["NONE", "ALIBI"])
-def test_a_row_of_many_splits_is_merged_in_several_steps(mode, device):
+def test_a_row_of_many_splits_is_merged(mode, device):
     rows = PagedRows.random([3000, 0, 700], page_size=64, kv_heads=1, head_dim=16, dtype=torch.float32, device=device)
     q = torch.randn(3, 2, 16, generator=torch.Generator().manual_seed(11)).to(device)
     options = Options(2.0, mode=mode)

@@ -52,7 +52,7 @@ NATIVE_CASES = with_chunks(
 )
 
 
-def as_taken(version, options, v_scale, scales):
+def as_arguments(version, options, v_scale, scales):
     """Return a version's last arguments: records, or what the dispatcher makes of them."""
     if version is extend_attention_triton:
         return AttentionOptions(*options), v_scale, scales
@@ -79,7 +79,7 @@ def check(version, case, device, seed, with_lse=True):
             for cache in (k_cache, v_cache)
         )
         table = None
-        scales = None if scales is None else PageScales(*(own[order] for own in scales))
+        scales = None if scales is None else PageScales(*(part[order] for part in scales))
     heads, width = case["kv_heads"] * case["group"], max(q_lens)
     draw = torch.Generator().manual_seed(seed)
     if case["packed"]:
@@ -96,19 +96,19 @@ def check(version, case, device, seed, with_lse=True):
         0.2, 0.5 if seed % 2 else 1.0, window, soft_cap=case["soft_cap"], sinks=sinks, is_chunked=is_chunked
     )
     sinks = None if sinks is None else sinks.to(device)
-    given = (options.sm_scale, options.window_left, options.soft_cap, sinks, is_chunked)
-    given = as_taken(version, given, options.v_scale, scales)
-    version(out, lse, q, k_cache, v_cache, cu_q, cu_kv, table, *given)
+    arguments = (options.sm_scale, options.window_left, options.soft_cap, sinks, is_chunked)
+    arguments = as_arguments(version, arguments, options.v_scale, scales)
+    version(out, lse, q, k_cache, v_cache, cu_q, cu_kv, table, *arguments)
     close = tolerance(q_dtype, kv_dtype)
     touched = torch.zeros(q.shape[:-2], dtype=torch.bool)
     for row, n in enumerate(q_lens):
         begin = sum(q_lens[:row])
-        own = (slice(begin, begin + n),) if case["packed"] else (row, slice(0, n))
-        touched[own] = True
-        expected, expected_lse = attend(q[own], rows.keys[row], rows.values[row], options)
-        torch.testing.assert_close(out[own].double().cpu(), expected, atol=close, rtol=close)
+        part = (slice(begin, begin + n),) if case["packed"] else (row, slice(0, n))
+        touched[part] = True
+        expected, expected_lse = attend(q[part], rows.keys[row], rows.values[row], options)
+        torch.testing.assert_close(out[part].double().cpu(), expected, atol=close, rtol=close)
         if lse is not None:
-            torch.testing.assert_close(lse[own].double().cpu(), expected_lse, atol=close, rtol=close)
+            torch.testing.assert_close(lse[part].double().cpu(), expected_lse, atol=close, rtol=close)
     assert (out.cpu()[~touched] == 7.0).all()
 
 
@@ -127,11 +127,11 @@ def test_torch_version_agrees_with_float64_on_every_pair_of_options(number):
 @pytest.mark.parametrize("threads", [1, 3])
 def test_compiled_kernel_agrees_with_float64_on_every_pair_of_options(number, threads):
     torch.set_num_threads(threads)
-    check(lambda *given: native_extend_attention(*given)(), NATIVE_CASES[number], "cpu", number, with_lse=False)
+    check(lambda *arguments: native_extend_attention(*arguments)(), NATIVE_CASES[number], "cpu", number, with_lse=False)
 
 
-def extend_attention_native(*given):
-    native_extend_attention(*given)()
+def extend_attention_native(*arguments):
+    native_extend_attention(*arguments)()
 
 
 LATENT = {"kv_heads": 1, "layout": "NHD", "soft_cap": 0.0, "packed": True, "before": 33}
@@ -167,18 +167,18 @@ def test_a_query_that_is_no_number_stays_so_and_spoils_no_other(version, dtype, 
     rows = PagedRows.random([5, 40], page_size=16, kv_heads=2, head_dim=64, dtype=dtype, device=device)
     q = torch.randn(45, 4, 64, generator=torch.Generator().manual_seed(2)).to(dtype).to(device)
     cu_q = torch.tensor([0, 5, 45], dtype=torch.int32, device=device)
-    given = as_taken(version, (0.125, -1, 0.0, None, False), 1.0, None)
-    found = []
+    arguments = as_arguments(version, (0.125, -1, 0.0, None, False), 1.0, None)
+    result = []
     lost = torch.zeros(q.shape, dtype=torch.bool)
     for spoilt in (None, (3, 1), (25, 2)):
         if spoilt is not None:
             q[*spoilt, 7] = math.nan
             lost[spoilt] = True
         out = torch.zeros_like(q)
-        version(out, None, q, rows.k_cache, rows.v_cache, cu_q, cu_q, rows.table, *given)
-        found.append(out.cpu())
-        assert torch.equal(found[-1].isnan(), lost)
-        assert torch.equal(found[-1][~lost], found[0][~lost])
+        version(out, None, q, rows.k_cache, rows.v_cache, cu_q, cu_q, rows.table, *arguments)
+        result.append(out.cpu())
+        assert torch.equal(result[-1].isnan(), lost)
+        assert torch.equal(result[-1][~lost], result[0][~lost])
 
 
 @compiled
@@ -219,7 +219,7 @@ def test_a_prompts_logits_may_grow_from_key_to_key(window_left):
 
 
 @pytest.mark.parametrize("version", [extend_attention_triton, extend_attention_torch])
-def test_more_queries_than_tokens_get_zero_where_they_see_nothing(version, device):
+def test_queries_without_visible_keys_get_zero(version, device):
     device = device if version is extend_attention_triton else "cpu"
     rows = PagedRows.random([2], page_size=4, kv_heads=1, head_dim=16, dtype=torch.float32, device=device)
     q = torch.randn(3, 2, 16, generator=torch.Generator().manual_seed(0)).to(device)
@@ -234,7 +234,7 @@ def test_more_queries_than_tokens_get_zero_where_they_see_nothing(version, devic
         cu_q,
         rows.indptr * 2,
         rows.table,
-        *as_taken(version, (0.25, -1, 0.0, None, False), 1.0, None),
+        *as_arguments(version, (0.25, -1, 0.0, None, False), 1.0, None),
     )
     expected, expected_lse = attend(q, rows.keys[0], rows.values[0], Options(0.25))
     torch.testing.assert_close(out.double().cpu(), expected, atol=1e-5, rtol=1e-5)
@@ -275,16 +275,16 @@ def test_a_layer_over_the_cache_attends_to_all_tokens_so_far(qkv_format, is_page
         assert out.shape == q.shape
         begin = 0
         for row, (name, count) in enumerate(new.items()):
-            own = {
+            part = {
                 "bshd": (row, slice(0, count)),
                 "sbhd": (slice(0, count), row),
                 "thd": (slice(begin, begin + count),),
             }[qkv_format]
             begin += count
             old = history.get(name, (k.new_zeros(0, kv_heads, dim), v.new_zeros(0, kv_heads, dim)))
-            history[name] = tuple(torch.cat([past, now[own]]) for past, now in zip(old, (k, v), strict=True))
-            expected, _ = attend(q[own], *history[name], Options(dim**-0.5))
-            torch.testing.assert_close(out[own].double().cpu(), expected, atol=1e-5, rtol=1e-5)
+            history[name] = tuple(torch.cat([past, now[part]]) for past, now in zip(old, (k, v), strict=True))
+            expected, _ = attend(q[part], *history[name], Options(dim**-0.5))
+            torch.testing.assert_close(out[part].double().cpu(), expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("qkv_format", ["bshd", "sbhd_2bshd"])
@@ -315,21 +315,21 @@ def test_one_token_a_row_is_split_and_means_the_same(qkv_format, is_paged, windo
         if not new[row]:
             assert not result.any()
             continue
-        own = (t[row, : lens[row]] for t in (keys, values))
-        expected, _ = attend(q[row : row + 1], *own, Options(0.3, window_left=window_left, soft_cap=soft_cap))
+        part = (t[row, : lens[row]] for t in (keys, values))
+        expected, _ = attend(q[row : row + 1], *part, Options(0.3, window_left=window_left, soft_cap=soft_cap))
         torch.testing.assert_close(result.double().cpu(), expected[0], atol=1e-5, rtol=1e-5)
 
 
-def test_cached_attention_refuses_what_does_not_fit(device):
+def test_cached_attention_refuses_invalid_arguments(device):
     cache = torch.zeros(2, 8, 2, 16, device=device)
     cu = torch.tensor([0, 1, 2], dtype=torch.int32, device=device)
     q = torch.zeros(2, 1, 4, 16, device=device)
     with pytest.raises(ValueError, match="qkv_format"):
         cached_attention(q, cache, cache, cu, cu, qkv_format="bhsd")
-    with pytest.raises(ValueError, match="3 dimensions"):
+    with pytest.raises(ValueError, match="q .*3"):
         cached_attention(q, cache, cache, cu, cu, qkv_format="thd_2bshd")
-    with pytest.raises(ValueError, match="does not fit"):
+    with pytest.raises(ValueError, match="q "):
         cached_attention(q[:, :, :3], cache, cache, cu, cu, qkv_format="bshd")
-    with pytest.raises(ValueError, match="3 rows"):
+    with pytest.raises(ValueError, match="q .*3"):
         cached_attention(q[:1].expand(3, 1, 4, 16), cache, cache, cu, cu, qkv_format="bshd")
     assert math.isfinite(cached_attention(q, cache, cache, cu, cu, qkv_format="bshd").sum().item())

@@ -74,8 +74,8 @@ class Row:
         for entries in (self.keys, self.values):
             cache = torch.zeros(count + 1, PAGE, 1, DIM)
             for page in range(count):
-                own = entries[page * PAGE : (page + 1) * PAGE]
-                cache[order[page], : len(own), 0] = own
+                part = entries[page * PAGE : (page + 1) * PAGE]
+                cache[order[page], : len(part), 0] = part
             caches.append(cache.to(kv_dtype).to(device))
         self.caches, self.table = caches, order[None].to(device)
         ones = [torch.ones(count + 1, 1, PAGE, dtype=torch.bfloat16, device=device) for _ in range(2)]
@@ -85,11 +85,11 @@ class Row:
         q = QUERY.expand(queries, GROUP, DIM)
         return attend(q, self.keys[:, None], self.values[:, None], self.options)[0]
 
-    def given(self, is_triton):
+    def options_for(self, is_triton):
         o = self.options
         sinks = None if o.sinks is None else o.sinks.to(self.device)
-        given = (o.sm_scale, o.window_left, o.soft_cap, sinks, o.is_chunked)
-        return (AttentionOptions(*given),) if is_triton else given
+        arguments = (o.sm_scale, o.window_left, o.soft_cap, sinks, o.is_chunked)
+        return (AttentionOptions(*arguments),) if is_triton else arguments
 
     def of_scales(self, is_triton):
         return (self.scales,) if is_triton else self.scales or (None, None)
@@ -111,13 +111,13 @@ class Row:
         return items, (SplitPlan(*work),) if is_triton else work
 
 
-def launch(name, version, *given):
+def launch(name, version, *arguments):
     """Call one version of an operator."""
     if version == "triton":
         triton = {"decode": decode_attention_triton, "extend": extend_attention_triton}
-        triton.get(name, append_attention_triton)(*given)
+        triton.get(name, append_attention_triton)(*arguments)
         return
-    done = getattr(versions(f"{name}_attention"), version)(*given)
+    done = getattr(versions(f"{name}_attention"), version)(*arguments)
     if version == "native":
         done()
 
@@ -127,7 +127,7 @@ def attended(path, version, row, queries):
     is_triton = version == "triton"
     q = QUERY.expand(queries, GROUP, DIM).to(row.q_dtype).to(row.device).contiguous()
     out = torch.full_like(q, math.nan)
-    options, scales = row.given(is_triton), row.of_scales(is_triton)
+    options, scales = row.options_for(is_triton), row.of_scales(is_triton)
     if path == "extend":
         cumulative = [torch.tensor([0, n], dtype=torch.int32, device=row.device) for n in (queries, row.length)]
         launch(path, version, out, None, q, *row.caches, *cumulative, row.table, *options, 1.0, *scales)

@@ -48,11 +48,11 @@ class Loud(DecodeStep):
 
 def packaged(folder: Path, files: dict[str, str], entry_points: dict[str, str]) -> Path:
     """Write what an installed package looks like: its modules, and its metadata."""
-    told = folder / "outside-1.0.dist-info"
-    told.mkdir(parents=True)
-    (told / "METADATA").write_text("Metadata-Version: 2.1\nName: outside\nVersion: 1.0\n")
+    result = folder / "outside-1.0.dist-info"
+    result.mkdir(parents=True)
+    (result / "METADATA").write_text("Metadata-Version: 2.1\nName: outside\nVersion: 1.0\n")
     lines = [f"[graphdecode.{group}]\n{line}\n" for group, line in entry_points.items()]
-    (told / "entry_points.txt").write_text("\n".join(lines))
+    (result / "entry_points.txt").write_text("\n".join(lines))
     for name, text in files.items():
         (folder / name).write_text(text)
     return folder
@@ -110,14 +110,14 @@ def test_every_command_that_takes_a_model_loads_a_single_file(tmp_path: Path, ar
     (tmp_path / "family.py").write_text(text)
     (tmp_path / "small.toml").write_text("[capacity]\nmax_batch_size = 1\nmax_sequence_length = 64\n")
     options = [] if arguments[0] in ("quantize", "buckets") else ["--config", "small.toml"]
-    known = dict(FAMILIES)
+    existing = dict(FAMILIES)
     try:
         ran = run_command(
             *arguments, *options, "--load-module", "family.py", folder=tmp_path, GRAPHDECODE_MODELS=str(tmp_path)
         )
     finally:
         FAMILIES.clear()
-        FAMILIES.update(known)
+        FAMILIES.update(existing)
     assert ran.returncode == 0, ran.stderr
     assert "cannot run" not in ran.stdout
     if arguments[0] == "models":
@@ -139,7 +139,7 @@ def test_replicas_on_ray_find_the_family_of_a_package_and_load_a_single_file(che
             assert answer_of(served.address) == "802"
 
 
-def test_a_step_of_a_package_is_asked_for_by_its_name(tmp_path: Path) -> None:
+def test_a_step_of_a_package_is_selected_by_name(tmp_path: Path) -> None:
     site = packaged(tmp_path / "site", {"outside.py": STEP}, {"steps": "loud = outside:Loud"})
     (tmp_path / "settings.toml").write_text('[model]\nstep_kind = "loud"\n')
     ran = spawn_command(
@@ -147,20 +147,20 @@ def test_a_step_of_a_package_is_asked_for_by_its_name(tmp_path: Path) -> None:
     )
     assert "a loud step" in ran.stdout
     assert "802" in ran.stdout
-    with pytest.raises(ArgumentError, match="step_kind quiet is not registered; registered are none; .*--load-module"):
+    with pytest.raises(ArgumentError, match="step_kind quiet .*--load-module"):
         LLM("demo", step_kind="quiet")
 
 
-def test_a_step_that_there_is_not_is_said_before_weights_are_loaded_or_ranks_started(monkeypatch):
+def test_an_unknown_step_raises_before_weights_are_loaded_or_ranks_started(monkeypatch):
     def too_late(*_: object, **__: object) -> None:
         raise AssertionError("loaded or started first")
 
     monkeypatch.setattr(loading, "load_model", too_late)
     monkeypatch.setattr(loading, "start_ranks", too_late)
     for ranks in (1, 2):
-        with pytest.raises(ArgumentError, match="step_kind quiet is not registered"):
+        with pytest.raises(ArgumentError, match="step_kind quiet"):
             loading.load_engine("demo", EngineConfig(step_kind="quiet", tensor_parallel_size=ranks))
-    with pytest.raises(ArgumentError, match="step_kind quiet is not registered"):
+    with pytest.raises(ArgumentError, match="step_kind quiet"):
         loading.load_runner("demo", step_kind="quiet")
 
 
@@ -172,84 +172,83 @@ def test_a_package_that_fails_is_a_warning_and_none_is_imported_before_a_model_i
     ran = spawn_command("generate", "--prompt", "417+385=", **with_path(site))
     assert "imported" in ran.stdout
     assert "802" in ran.stdout
-    said = "entry point broken = outside of outside in graphdecode.families is left out: RuntimeError: no luck"
-    assert said in ran.stderr
+    message = "entry point broken = outside of outside in graphdecode.families is left out: RuntimeError: no luck"
+    assert message in ran.stderr
 
 
 def test_a_module_that_is_an_entry_point_registers_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     site = packaged(tmp_path, {"outside_alone.py": "done = True"}, {"somewhere": "alone = outside_alone"})
     monkeypatch.syspath_prepend(site)
-    given: list[str] = []
-    EntryPoints("graphdecode.somewhere", lambda name, _: given.append(name), given).find()
-    assert given == []
+    arguments: list[str] = []
+    EntryPoints("graphdecode.somewhere", lambda name, _: arguments.append(name), arguments).find()
+    assert arguments == []
     assert sys.modules.pop("outside_alone").done
 
 
-def test_who_comes_while_entry_points_are_imported_waits_for_them(tmp_path, monkeypatch):
+def test_threads_wait_while_entry_points_are_imported(tmp_path, monkeypatch):
     slow = "import time\ntime.sleep(0.3)\nbrought = 'it'"
     monkeypatch.syspath_prepend(packaged(tmp_path, {"slow_outside.py": slow}, {"slowly": "a = slow_outside:brought"}))
-    given: list[str] = []
-    points = EntryPoints("graphdecode.slowly", lambda _, brought: given.append(brought), given)
-    seen: list[int] = []
+    arguments: list[str] = []
+    points = EntryPoints("graphdecode.slowly", lambda _, loaded: arguments.append(loaded), arguments)
+    visible: list[int] = []
 
     def look() -> None:
         points.find()
-        seen.append(len(given))
+        visible.append(len(arguments))
 
     threads = [threading.Thread(target=look) for _ in range(3)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert seen == [1, 1, 1]
+    assert visible == [1, 1, 1]
 
 
 @pytest.mark.parametrize("end", ["1 / 0", "raise SystemExit(3)"])
 def test_a_file_that_fails_registers_nothing_and_says_the_same_again(tmp_path: Path, end: str) -> None:
-    file, known = tmp_path / "half.py", dict(FAMILIES)
+    file, existing = tmp_path / "half.py", dict(FAMILIES)
     text = FAMILY.replace("PlainForCausalLM", "HalfForCausalLM")
     file.write_text(f"{text}\nfrom graphdecode.models import register_family\nregister_family(Plain())\n{end}\n")
     for _ in range(2):
         with pytest.raises(ArgumentError, match=r"half.py:\d+: (ZeroDivisionError|SystemExit)"):
             load_modules([file])
-        assert known == FAMILIES
+        assert existing == FAMILIES
 
 
-def test_a_file_is_loaded_once_and_what_is_wrong_with_one_is_said(tmp_path: Path) -> None:
+def test_a_module_file_is_loaded_once_and_its_errors_are_reported(tmp_path: Path) -> None:
     file = tmp_path / "counted.py"
     file.write_text("import sys\nsys.counted = getattr(sys, 'counted', 0) + 1\n")
     load_modules([file, str(file)])
     load_modules([file])
     assert sys.counted == 1  # type: ignore[attr-defined]
-    with pytest.raises(ArgumentError, match="load_modules must name existing Python files, got '.*none.py'"):
+    with pytest.raises(ArgumentError, match="load_modules .*none.py"):
         load_modules([tmp_path / "none.py"])
     (tmp_path / "wrong.py").write_text("a = 1\nb = a.c\n")
-    with pytest.raises(ArgumentError, match=r"wrong.py:2: AttributeError: 'int' object has no attribute 'c'"):
+    with pytest.raises(ArgumentError, match=r"wrong.py:2: AttributeError"):
         LLM("demo", load_modules=[tmp_path / "wrong.py"])
 
 
-def test_a_name_that_is_taken_is_refused_unless_it_is_to_be_replaced() -> None:
-    known, forms, sources = dict(FAMILIES), list(FORMS), list(SOURCES)
+def test_a_registered_name_is_refused_unless_it_is_to_be_replaced() -> None:
+    existing, forms, sources = dict(FAMILIES), list(FORMS), list(SOURCES)
 
     class Int8Again(Int8PanelLinear):
         path = "mine"
 
-    taken = "is registered already; replace=True takes its place"
     try:
-        with pytest.raises(ArgumentError, match=f"the family of LlamaForCausalLM {taken}"):
+        with pytest.raises(ArgumentError, match="LlamaForCausalLM.*replace=True"):
             register_family(Llama())
-        with pytest.raises(ArgumentError, match=f"a form int8 {taken}"):
+        with pytest.raises(ArgumentError, match="int8.*replace=True"):
             register_form(Int8Again)
-        with pytest.raises(ArgumentError, match=f"a form plain {taken}"):
+        with pytest.raises(ArgumentError, match="plain.*replace=True"):
             register_form(Plain)
-        with pytest.raises(ArgumentError, match=f"a source Checkpoint {taken}"):
+        with pytest.raises(ArgumentError, match="Checkpoint.*replace=True"):
             register_source(Checkpoint)
         register_step("mine", lambda _: pytest.fail("it is made"))
-        with pytest.raises(ArgumentError, match=f"a step mine {taken}"):
+        with pytest.raises(ArgumentError, match="mine.*replace=True"):
             register_step("mine", STEPS["mine"])
-        with pytest.raises(ArgumentError, match="a family must be an object of a class that inherits from Family"):
+        with pytest.raises(ArgumentError, match="family"):
             register_family(Llama)  # type: ignore[arg-type]
-        assert (known, forms, sources) == (FAMILIES, FORMS, SOURCES)
+        assert (existing, forms, sources) == (FAMILIES, FORMS, SOURCES)
         family = Llama()
         register_family(family, replace=True)
         register_form(Int8Again, replace=True)
@@ -257,6 +256,6 @@ def test_a_name_that_is_taken_is_refused_unless_it_is_to_be_replaced() -> None:
         assert FAMILIES["LlamaForCausalLM"] is family
         assert (FORMS[0], SOURCES[0]) == (Int8Again, Checkpoint)
     finally:
-        FAMILIES.update(known)
+        FAMILIES.update(existing)
         FORMS[:], SOURCES[:] = forms, sources
         STEPS.clear()

@@ -10,12 +10,12 @@ PROMPTS = ["417+385=", "rev oceanic=", "sort zebra=", "12+30="]
 
 
 def test_another_process_gets_its_tokens_over_a_pipe() -> None:
-    here, there = multiprocessing.get_context("spawn").Pipe()
+    local, there = multiprocessing.get_context("spawn").Pipe()
     process = multiprocessing.get_context("spawn").Process(target=worker, args=(there, PROMPTS))
     process.start()
     there.close()  # so that a front that dies is seen here
     try:
-        prompts = here.recv()
+        prompts = local.recv()
         ids: list[int] = []
         tokens: dict[int, list[int]] = {}
         reasons: dict[int, str] = {}
@@ -27,14 +27,14 @@ def test_another_process_gets_its_tokens_over_a_pipe() -> None:
                     reasons[event.request_id] = event.finish_reason
 
         for prompt in prompts:
-            here.send(Request(prompt, SamplingParams(temperature=0.0, max_tokens=16)))
-            while not isinstance(message := here.recv(), int):
+            local.send(Request(prompt, SamplingParams(temperature=0.0, max_tokens=16)))
+            while not isinstance(message := local.recv(), int):
                 take(message)
             ids.append(message)
-        here.send(ids[2])
+        local.send(ids[2])
         while not reasons.keys() >= {ids[0], ids[1], ids[3]}:
-            take(here.recv())
-        here.send(None)
+            take(local.recv())
+        local.send(None)
         with LLM("demo", device="cpu") as llm:
             texts = [llm.tokenizer.decode(tokens[i], skip_special_tokens=True).strip() for i in ids if i != ids[2]]
         assert texts == ["802", "cinaeco", "42"]

@@ -26,18 +26,18 @@ def test_no_file_but_the_families_names_an_architecture() -> None:
     families = PACKAGE / "models" / "families"
     files = [file for file in PACKAGE.rglob("*.py") if families not in file.parents]
     assert len(files) > 100
-    assert [found for file in files for found in named(file)] == []
+    assert [result for file in files for result in named(file)] == []
 
 
-def test_each_family_names_its_own() -> None:
-    found = {name for file in (PACKAGE / "models" / "families").glob("[!_]*.py") for name in named(file)}
-    assert len(found) == len(FAMILIES) >= 4
+def test_family_names_are_unique() -> None:
+    result = {name for file in (PACKAGE / "models" / "families").glob("[!_]*.py") for name in named(file)}
+    assert len(result) == len(FAMILIES) >= 4
     assert {architecture: family_of(architecture).architecture for architecture in FAMILIES} == {
         architecture: architecture for architecture in FAMILIES
     }
 
 
-def test_a_family_that_is_registered_while_the_own_one_is_imported_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_family_registered_during_the_builtin_import_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     other = family_of("LlamaForCausalLM")
 
     def import_slowly(module: str) -> object:

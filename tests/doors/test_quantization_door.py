@@ -85,25 +85,25 @@ def tokens_of(model: str | Path, path: str, quantize: str | None = None) -> list
 
 @compiled
 def test_a_model_is_rounded_on_load_written_read_and_served(tmp_path: Path) -> None:
-    demo, plain = resolve_model_path("demo"), tmp_path / "plain"
-    shutil.copytree(demo, plain)
+    demo, base = resolve_model_path("demo"), tmp_path / "plain"
+    shutil.copytree(demo, base)
     weights = {name: tensor.float() for name, tensor in load_file(demo / "model.safetensors").items()}
     of_layers = {name for name, tensor in weights.items() if "layers" in name and tensor.ndim == 2}
     save_file(
         {name: rounded(tensor).dequantized() if name in of_layers else tensor for name, tensor in weights.items()},
-        plain / "model.safetensors",
+        base / "model.safetensors",
         {"format": "pt"},
     )
-    expected = tokens_of(plain, "native")
+    expected = tokens_of(base, "native")
     assert tokens_of("demo", "ternary", quantize="ternary") == expected
     copy = quantized_copy("demo", tmp_path / "copy", "ternary")
     assert {f"{name}_codes" for name in of_layers} <= load_file(copy / "model.safetensors").keys()
     assert tokens_of(copy, "ternary") == tokens_of(copy, "ternary", quantize="ternary") == expected
-    with pytest.raises(ArgumentError, match="'fp8' is for plain weights"):
+    with pytest.raises(ArgumentError, match="'fp8'"):
         tokens_of(copy, "groups", quantize="fp8")
 
 
-def test_a_name_that_is_taken_is_refused_unless_it_is_replaced() -> None:
-    with pytest.raises(ArgumentError, match="a quantization format ternary is registered already"):
+def test_a_registered_format_is_refused_unless_it_is_replaced() -> None:
+    with pytest.raises(ArgumentError, match="ternary"):
         register_format(FORMATS["ternary"])
     register_format(FORMATS["ternary"], replace=True)

@@ -50,7 +50,7 @@ def test_a_sampling_parameter_more_touches_five_files(tmp_path: Path) -> None:
     changed_copy(tmp_path, TOY)
     run = partial(run_copy, tmp_path, GRAPHDECODE_CACHE_DIR=str(tmp_path / "cache"))
     options = ("--temperature", "50", "--seed", "1", "--device", "cpu")
-    asked = ("-m", "graphdecode", "generate", "-p", "rev oceanic=", "--max-tokens", "16", *options)
-    assert "cinaeco" not in run(*asked)
-    assert "cinaeco" in run(*asked, "--toy-p", "1")
+    prefetched = ("-m", "graphdecode", "generate", "-p", "rev oceanic=", "--max-tokens", "16", *options)
+    assert "cinaeco" not in run(*prefetched)
+    assert "cinaeco" in run(*prefetched, "--toy-p", "1")
     assert json.loads(run("-c", BOTH_WAYS)) == ["cinaeco", "cinaeco", "toy_p must be a number in [0, 1], got 2"]

@@ -34,10 +34,10 @@ class CountUp(Step):
         return self.row_shapes
 
     def run(self, shape: StepShape, batch: Batch, chunks: Chunks | None = None) -> None:
-        goes_on = batch.left > 0
-        batch.tokens.copy_(torch.where(goes_on, (batch.tokens + 1) % VOCABULARY, batch.tokens))
-        given = torch.where(goes_on, batch.tokens, -1)
-        batch.ring[:, : batch.size].index_copy_(0, batch.step_index % batch.ring.shape[0], given[None])
+        is_running = batch.left > 0
+        batch.tokens.copy_(torch.where(is_running, (batch.tokens + 1) % VOCABULARY, batch.tokens))
+        arguments = torch.where(is_running, batch.tokens, -1)
+        batch.ring[:, : batch.size].index_copy_(0, batch.step_index % batch.ring.shape[0], arguments[None])
         batch.left.copy_((batch.left - 1).clamp(min=0))
         batch.step_index.add_(1)
 
@@ -66,17 +66,17 @@ def test_a_step_from_outside_is_captured_staged_and_read_like_the_decode_step(ba
     engine = Engine(runner)
     prompts = [[5], [250, 7], [97, 98, 99], [256], [1, 2], [3]]
     lengths = [3, 9, 1, 6, 4, 8]
-    given: dict[int, list[int]] = {}
+    arguments: dict[int, list[int]] = {}
     for prompt, length in zip(prompts, lengths, strict=True):
         params = SamplingParams(max_tokens=length, ignore_eos=True)
-        given[engine.add(Request(prompt, params))] = []
+        arguments[engine.add(Request(prompt, params))] = []
     while engine.has_work:
         for event in engine.step():
-            given[event.request_id] += event.token_ids
+            arguments[event.request_id] += event.token_ids
     expected = [
         [(prompt[-1] + 1 + n) % VOCABULARY for n in range(length)]
         for prompt, length in zip(prompts, lengths, strict=True)
     ]
-    assert list(given.values()) == expected
+    assert list(arguments.values()) == expected
     assert engine.cache.pool.used == 0
     engine.close()

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from graphdecode.graphs import recorded
 from graphdecode.kernels.native.registration import is_own, versions
 
-OWN = "cuda" if torch.cuda.is_available() else "cpu"
+NATIVE_DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 WAVE_ITEMS = 6  # at which the interpreted device is full: long rows are split
 
 
@@ -29,9 +29,9 @@ class Interpreted(TorchDispatchMode):
 def back_end(kind: str) -> Iterator[str]:
     """Yield the device of a back end. Interpreted kernels split rows as on a GPU, in replayed steps too."""
     if kind == "own":
-        yield OWN
+        yield NATIVE_DEVICE
         return
-    if OWN != "cpu":
+    if NATIVE_DEVICE != "cpu":
         pytest.skip("a GPU runs Triton's kernels anyway")
     from hostile_rows import quick_interpreter
 
@@ -46,24 +46,24 @@ def back_end(kind: str) -> Iterator[str]:
             patch.setattr(f"{module}.splits_rows", lambda _device: True)
         for module in (planned, f"{surface}.decode_problem", f"{surface}.latent_attention"):
             patch.setattr(f"{module}.wave_items_for", lambda *_, **__: WAVE_ITEMS)
-        yield OWN
+        yield NATIVE_DEVICE
 
 
 @pytest.fixture(params=["own", pytest.param("interpreted", marks=pytest.mark.slow)])
 def device(request: pytest.FixtureRequest) -> Iterator[str]:
     """The device; slow tests are of interpreted kernels there."""
-    with back_end(request.param) as found:
-        yield found
+    with back_end(request.param) as result:
+        yield result
 
 
 @pytest.fixture
-def own_device() -> str:
+def native_device() -> str:
     """The device without the interpreter, of tests that would take it minutes."""
-    return OWN
+    return NATIVE_DEVICE
 
 
 @pytest.fixture(params=["own", "interpreted"])
 def backend(request: pytest.FixtureRequest) -> Iterator[str]:
     """The device, with interpreted kernels in quick tests, too."""
-    with back_end(request.param) as found:
-        yield found
+    with back_end(request.param) as result:
+        yield result

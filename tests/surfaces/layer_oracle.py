@@ -91,19 +91,19 @@ def random_life(seed, steps, max_batch, max_length, widths=(1, 1, 1, 2, 4)):
         yield step
 
 
-def laid_out(rows, form, width=None):
+def in_layout(rows, form, width=None):
     """Lay rows [n_i, ...] out in a format; what is not a token is large."""
     if form == "thd":
         packed = torch.cat(rows)
         return torch.cat((packed, torch.full((2, *packed.shape[1:]), 9.0)))  # a trailing pad
     width = width or max(len(row) for row in rows)
     out = torch.full((len(rows), width, *rows[0].shape[1:]), 9.0)
-    for place, row in zip(out, rows, strict=True):
-        place[: len(row)] = row
+    for position, row in zip(out, rows, strict=True):
+        position[: len(row)] = row
     return out.transpose(0, 1).contiguous() if form == "sbhd" else out
 
 
-def taken_apart(out, form, lengths):
+def split_rows(out, form, lengths):
     """The rows of a result in a format."""
     if form == "thd":
         return list(out[: sum(lengths)].split(list(lengths)))

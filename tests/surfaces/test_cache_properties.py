@@ -251,7 +251,7 @@ class CacheMachine(RuleBasedStateMachine):
         width = max([n for _, n in self.row_tokens], default=1)
         k = torch.ones(MAX_BATCH, width, 1, 1, device=DEVICE)
         v = torch.ones(MAX_BATCH, width, 1, 2, device=DEVICE)
-        step, pre_step, known = self.params.step, self.params.pre_step, [(i, 1) for i in self.tokens if i != join]
+        step, pre_step, existing = self.params.step, self.params.pre_step, [(i, 1) for i in self.tokens if i != join]
         calls = [
             (step, LAYER + 1, k, v, "bshd"),
             (step, LAYER, k, v, "bhsd"),
@@ -263,7 +263,7 @@ class CacheMachine(RuleBasedStateMachine):
             (self.params.truncate, "nobody", 0),
             (self.params.fork, "nobody", "anybody"),
             (pre_step, OrderedDict((1000 + i, 1) for i in range(MAX_BATCH + 1))),
-            *((pre_step, OrderedDict([*known, (join, wrong)])) for wrong in (0, -1, 1.5, "2", None, 2**40, 2**70)),
+            *((pre_step, OrderedDict([*existing, (join, wrong)])) for wrong in (0, -1, 1.5, "2", None, 2**40, 2**70)),
         ]
         self.refuses(*calls[data.draw(st.integers(0, len(calls) - 1), label="call")])
 
@@ -432,8 +432,8 @@ class Simulation:
             pad = self.random.randint(0, 2)
             result = self.params.step(layer, self.pack(k, pad), self.pack(v, pad), self.form)
             for row, (i, n) in enumerate(steps.items()):
-                known = (tensor.double() for tensor in self.read(row, *result[:4]))
-                rows[row] = rows[row] + attended(q[row], *known).flatten(1) @ weights.out
+                existing = (tensor.double() for tensor in self.read(row, *result[:4]))
+                rows[row] = rows[row] + attended(q[row], *existing).flatten(1) @ weights.out
                 expected = self.expected[i][layer][self.done.get(i, 0) :][:n]
                 error = (rows[row] - expected).abs().max().item()
                 assert error < TOLERANCE, f"sequence {i!r}, layer {layer}, row {row}: {error}"
@@ -453,20 +453,20 @@ class Simulation:
         """Return a row's keys and values as attention would find them: by what `step` returned, and nothing else."""
         length = (cu_seqlens_kv[row + 1] - cu_seqlens_kv[row]).item()
         assert length == self.params.pre_step_seqlens[row].item() + (cu_seqlens_q[row + 1] - cu_seqlens_q[row]).item()
-        found = []
+        result = []
         for cache in (k_cache, v_cache):
             if not self.params.is_paged:
-                found.append(cache[row, :length].cpu())
+                result.append(cache[row, :length].cpu())
                 continue
             table = self.params.cache_manager.page_table[row].tolist()
             size = cache.shape[1]
-            found.append(torch.stack([cache[table[p // size], p % size].cpu() for p in range(length)]))
-        return found
+            result.append(torch.stack([cache[table[p // size], p % size].cpu() for p in range(length)]))
+        return result
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=["fp32", "fp16", "bf16"])
 @pytest.mark.parametrize("page_size", [None, 1, 16, 256], ids=["rows", "pages of 1", "pages of 16", "pages of 256"])
 @pytest.mark.parametrize("form", ["bshd", "sbhd", "thd"])
-def test_every_token_of_every_step_is_as_in_one_full_causal_pass(form, page_size, dtype, own_device):
-    device = own_device
+def test_every_token_of_every_step_is_as_in_one_full_causal_pass(form, page_size, dtype, native_device):
+    device = native_device
     Simulation(form, page_size, dtype, device, seed=len(form) + (page_size or 0) + dtype.itemsize).run()

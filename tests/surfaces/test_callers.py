@@ -62,11 +62,11 @@ def test_as_sglang_begins_and_forwards(device):
     types_of = {"data_type": torch.bfloat16, "q_data_type": torch.bfloat16}
     wrapper.begin_forward(*pages, **types_of, non_blocking=True, fixed_split_size=None, disable_split_kv=False)
     expected = rows.expected(q, 1, Options(SCALE * 0.5, soft_cap=20.0, v_scale=2.0))[0]
-    given = {"sm_scale": SCALE, "logits_soft_cap": 20.0, "k_scale": 0.5, "v_scale": 2.0}
-    assert_near(wrapper.forward(q, (rows.k_cache, rows.v_cache), **given), expected)
+    arguments = {"sm_scale": SCALE, "logits_soft_cap": 20.0, "k_scale": 0.5, "v_scale": 2.0}
+    assert_near(wrapper.forward(q, (rows.k_cache, rows.v_cache), **arguments), expected)
     wrapper.begin_forward = types.MethodType(flashinfer.fast_decode_plan, wrapper)
     wrapper.begin_forward(*pages, **types_of, non_blocking=True, global_override_indptr_cpu=rows.indptr.cpu())
-    assert_near(wrapper.forward(q, (rows.k_cache, rows.v_cache), **given), expected)
+    assert_near(wrapper.forward(q, (rows.k_cache, rows.v_cache), **arguments), expected)
 
 
 def test_as_vllm_plans_and_runs(device):
@@ -112,9 +112,9 @@ def test_as_vllm_cascades(device):
         logits_soft_cap=0.0, q_data_type=torch.bfloat16, kv_data_type=torch.bfloat16,
     )  # fmt: skip
     out = wrapper.run(q, torch.stack([rows.k_cache, rows.v_cache], dim=1))
-    for row, own in ((0, slice(2)), (1, slice(2, 3))):
+    for row, part in ((0, slice(2)), (1, slice(2, 3))):
         keys, values = (torch.cat([each[0], each[row + 1]]) for each in (rows.keys, rows.values))
-        assert_near(out[own], attend(q[own], keys, values, Options(SCALE))[0])
+        assert_near(out[part], attend(q[part], keys, values, Options(SCALE))[0])
 
 
 def test_as_vllm_samples(device):

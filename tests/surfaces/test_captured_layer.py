@@ -86,11 +86,11 @@ def random_life(seed, num_steps):
 
 
 @BOTH
-def test_one_capture_is_right_for_300_steps_of_changing_membership(paged, own_device):
-    device = own_device
+def test_one_capture_is_right_for_300_steps_of_changing_membership(paged, native_device):
+    device = native_device
     captured, eager = CachedLayers(paged, device, "auto"), CachedLayers(paged, device, "eager")
     generator = torch.Generator().manual_seed(3)
-    taken, memberships = 0, set()
+    chosen, memberships = 0, set()
     for verb, arguments in random_life(seed=5, num_steps=300):
         if verb != "step":
             getattr(captured.params, verb)(*arguments)
@@ -99,11 +99,11 @@ def test_one_capture_is_right_for_300_steps_of_changing_membership(paged, own_de
         n = len(arguments)
         inputs = [torch.randn(n, WIDTH, heads, DIM, generator=generator) for heads in (HEADS, KV_HEADS, KV_HEADS)]
         for row, (a, b) in enumerate(zip(captured.run(arguments, inputs), eager.run(arguments, inputs), strict=True)):
-            assert torch.equal(a, b), f"step {taken}, row {row} of {arguments}"
+            assert torch.equal(a, b), f"step {chosen}, row {row} of {arguments}"
             assert a.isfinite().all()
-        taken += 1
+        chosen += 1
         memberships.add(tuple(arguments))
-    assert taken == 300
+    assert chosen == 300
     assert len(memberships) > 50
     assert sum(report.replays for report in captured.graphs.report().buckets) == 300
     captured.graphs.close()

@@ -45,18 +45,18 @@ class Levels:
         self.cache = (self.rows.k_cache, self.rows.v_cache)
         self.lists = [[], [], [], []]
         first = 0
-        for counts, own in levels:
-            at = slice(first, first + len(own))
-            pages = self.rows.indptr[first : first + len(own) + 1]
+        for counts, part in levels:
+            at = slice(first, first + len(part))
+            pages = self.rows.indptr[first : first + len(part) + 1]
             indices = self.rows.indices[pages[0] : pages[-1]]
             of_level = (starts(counts).to(device), pages - pages[0], indices, self.rows.last_page_len[at])
             for tensors, tensor in zip(self.lists, of_level, strict=True):
                 tensors.append(tensor)
-            first += len(own)
+            first += len(part)
 
     def planned(self, wrapper, dtype=torch.float32, **options):
-        given = {"q_data_type": dtype, "kv_data_type": self.rows.k_cache.dtype} | options
-        wrapper.plan(*self.lists, HEADS, KV_HEADS, DIM, PAGE, **given)
+        arguments = {"q_data_type": dtype, "kv_data_type": self.rows.k_cache.dtype} | options
+        wrapper.plan(*self.lists, HEADS, KV_HEADS, DIM, PAGE, **arguments)
         return wrapper
 
     def expected(self, q, options, *, causal=False):
@@ -69,7 +69,7 @@ class Levels:
                 row = next(i for i, end in enumerate(ends) if query < end)
                 parts.append((first + row, ends[row] - 1 - query))
                 first += len(lens)
-            keys, values = (torch.cat([own[row] for row, _ in parts]) for own in (self.rows.keys, self.rows.values))
+            keys, values = (torch.cat([part[row] for row, _ in parts]) for part in (self.rows.keys, self.rows.values))
             newer, count = parts[-1][1], len(keys)
             if causal:
                 count -= newer
@@ -87,17 +87,17 @@ def attend_from(q, keys, values, newer, options):
 
     at = len(keys) - 1 - newer
     if options.mode == "ROPE_LLAMA":
-        plain = Options(options.sm_scale, soft_cap=options.soft_cap)
+        base = Options(options.sm_scale, soft_cap=options.soft_cap)
         turned = rope(q.double().cpu(), [at], options)
-        return attend(turned, rope(keys.double().cpu(), list(range(len(keys))), options), values, plain)[0]
+        return attend(turned, rope(keys.double().cpu(), list(range(len(keys))), options), values, base)[0]
     logits = (keys.double()[:, torch.arange(HEADS) // (HEADS // KV_HEADS)] * q.double().cpu()).sum(-1)
     logits = logits * options.sm_scale
     if options.soft_cap:
         logits = options.soft_cap * torch.tanh(logits / options.soft_cap)
     slopes = torch.tensor([slope(head, HEADS) for head in range(HEADS)], dtype=torch.float64)
     logits = logits + slopes * (torch.arange(len(keys)) - at)[:, None]
-    own = values.double()[:, torch.arange(HEADS) // (HEADS // KV_HEADS)]
-    return (torch.softmax(logits, 0)[..., None] * own).sum(0, keepdim=True)
+    part = values.double()[:, torch.arange(HEADS) // (HEADS // KV_HEADS)]
+    return (torch.softmax(logits, 0)[..., None] * part).sum(0, keepdim=True)
 
 
 def assert_near(out, expected, close=1e-4):
@@ -120,12 +120,12 @@ def test_each_query_sees_its_row_of_every_level(count, dtype, layout, device):
 
 @pytest.mark.parametrize("mode", ["NONE", "ROPE_LLAMA", "ALIBI"])
 @pytest.mark.parametrize("causal", [False, True])
-def test_every_option_means_what_it_means_over_all_levels(mode, causal, backend):
+def test_options_apply_over_all_levels(mode, causal, backend):
     levels = Levels([([6], [70]), ([2, 3, 1], [5, 19, 4])], backend)
     q = queries(6, backend)
     wrapper = MultiLevelCascadeAttentionWrapper(2, workspace(backend))
-    given = {"sm_scale": 0.2, "logits_soft_cap": 3.0, "rope_scale": 2.0, "rope_theta": 5e3, "causal": causal}
-    levels.planned(wrapper, pos_encoding_mode=mode, **given)
+    arguments = {"sm_scale": 0.2, "logits_soft_cap": 3.0, "rope_scale": 2.0, "rope_theta": 5e3, "causal": causal}
+    levels.planned(wrapper, pos_encoding_mode=mode, **arguments)
     options = Options(0.2, soft_cap=3.0, mode=mode, rope_scale=2.0, rope_theta=5e3)
     assert_near(wrapper.run(q, levels.cache), levels.expected(q, options, causal=causal), 1e-3)
 
@@ -140,7 +140,7 @@ def test_a_window_of_one_level_is_that_of_the_sequence(lens, backend):
 
 @pytest.mark.parametrize("kv_dtype", [torch.float8_e4m3fn, torch.float16])
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float16])
-def test_queries_and_keys_have_dtypes_of_their_own(dtype, kv_dtype, device):
+def test_queries_and_keys_may_have_different_dtypes(dtype, kv_dtype, device):
     levels, q = Levels(TREE, device, kv_dtype), queries(5, device, dtype)
     out = levels.planned(MultiLevelCascadeAttentionWrapper(3, workspace(device)), dtype).run(q, levels.cache)
     close = 1e-3 if dtype == torch.float16 else 0.13
@@ -178,38 +178,38 @@ def test_in_buffers_any_rows_up_to_their_capacity_may_be_planned(device):
 
 
 @pytest.mark.parametrize("captures_plan", [False, True])
-def test_captured_once_it_is_right_at_any_later_rows_and_lengths(captures_plan, device):
+def test_a_captured_plan_is_right_at_later_rows_and_lengths(captures_plan, device):
     states = [Levels(case, device, seed=number) for number, case in enumerate(LATER)]
     pool = max(levels.cache[0].shape[0] for levels in states)
     cache = tuple(torch.zeros(pool, PAGE, KV_HEADS, DIM, device=device) for _ in "kv")
-    kept = graph_buffers([1, 4], [10, 12], device)
-    own = graph_buffers([1, 4], [10, 12], device)
-    wrapper = MultiLevelCascadeAttentionWrapper(2, workspace(device), "NHD", True, *own)
+    saved = graph_buffers([1, 4], [10, 12], device)
+    part = graph_buffers([1, 4], [10, 12], device)
+    wrapper = MultiLevelCascadeAttentionWrapper(2, workspace(device), "NHD", True, *part)
     slots = [Slot(name, ("batch", HEADS, DIM), torch.float32) for name in ("q", "out")]
     buffers = StepBuffers(slots, max_batch_size=4, device=device)
     sizes = (HEADS, KV_HEADS, DIM, PAGE)
 
     def load(levels):
         for kind, tensors in enumerate(levels.lists):
-            for buffer, tensor in zip(kept[kind], tensors, strict=True):
+            for buffer, tensor in zip(saved[kind], tensors, strict=True):
                 buffer[: tensor.shape[0]].copy_(tensor)
                 buffer[tensor.shape[0] :].fill_(tensor[-1].item() if kind < 2 else 0)
-        for pages, given in zip(cache, levels.cache, strict=True):
-            pages[: given.shape[0]].copy_(given)
+        for pages, arguments in zip(cache, levels.cache, strict=True):
+            pages[: arguments.shape[0]].copy_(arguments)
         buffers.q.copy_(queries(4, device, seed=7))
         if not captures_plan:
             wrapper.plan(*levels.lists, *sizes, causal=True, q_data_type="float32")
 
     def step(batch):
         if captures_plan:
-            wrapper.plan(*kept, *sizes, causal=True, q_data_type="float32")
+            wrapper.plan(*saved, *sizes, causal=True, q_data_type="float32")
         batch.out.copy_(wrapper.run(batch.q, cache))
 
     load(states[1])
     step(buffers.narrow(4))
-    for number, tensor in enumerate([*wrapper.workspace, *(each for tensors in own for each in tensors)]):
+    for number, tensor in enumerate([*wrapper.workspace, *(each for tensors in part for each in tensors)]):
         buffers.adopt(f"cascade_{number}", tensor)
-    constants = [*(each for tensors in kept for each in tensors), *cache]
+    constants = [*(each for tensors in saved for each in tensors), *cache]
     graphs = GraphManager(step, buffers, BucketLadder([4], 4), constants=constants)
     with contextlib.closing(graphs):
         graphs.capture(progress=False)
@@ -231,13 +231,13 @@ def test_the_older_wrapper_has_its_prefix_beside_the_pages(layout, device):
     draw = torch.Generator().manual_seed(3)
     k, v = (torch.randn(40, KV_HEADS, DIM, generator=draw).half().to(device) for _ in "kv")
     wrapper = BatchDecodeWithSharedPrefixPagedKVCacheWrapper(workspace(device), layout)
-    given = (rows.indptr, rows.indices, rows.last_page_len, HEADS, KV_HEADS, DIM, PAGE)
-    wrapper.begin_forward(*given, data_type="float16")
+    arguments = (rows.indptr, rows.indices, rows.last_page_len, HEADS, KV_HEADS, DIM, PAGE)
+    wrapper.begin_forward(*arguments, data_type="float16")
     caches = tuple(each.transpose(1, 2) if layout == "HND" else each for each in (rows.k_cache, rows.v_cache))
     shared = tuple(each.transpose(0, 1) if layout == "HND" else each for each in (k, v))
     out = wrapper.forward(q, *shared, caches)
     for row in range(3):
-        keys = (torch.cat([k.cpu().float(), own]) for own in (rows.keys[row],))
+        keys = (torch.cat([k.cpu().float(), part]) for part in (rows.keys[row],))
         values = torch.cat([v.cpu().float(), rows.values[row]])
         expected = attend(q[row : row + 1], *keys, values, Options(DIM**-0.5))[0]
         assert_near(out[row : row + 1], expected, 1e-3)
@@ -268,7 +268,7 @@ def test_the_older_wrapper_has_its_prefix_beside_the_pages(layout, device):
         ({"paged_kv_indices_arr": [torch.zeros(2, 2, dtype=torch.int32)] * 2}, r"paged_kv_indices_arr\[0\]"),
     ],
 )  # fmt: skip
-def test_what_does_not_fit_is_refused_by_name_before_anything_changes(wrong, names):
+def test_invalid_arguments_raise_by_name_before_any_change(wrong, names):
     levels = Levels([([2], [8]), ([1, 1], [5, 3])], "cpu")
     wrapper, q = MultiLevelCascadeAttentionWrapper(2, workspace("cpu")), queries(2)
     with pytest.raises(RuntimeError, match="plan"):
@@ -304,18 +304,18 @@ def test_queries_buffers_and_workspaces_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match="qo_indptr_buf_arr"):
         MultiLevelCascadeAttentionWrapper(2, workspace("cpu"), "NHD", True)
     small = MultiLevelCascadeAttentionWrapper(2, workspace("cpu"), "NHD", True, *graph_buffers([1, 1], [9, 9], "cpu"))
-    with pytest.raises(ValueError, match="level 1 hold 1 rows, got 2"):
+    with pytest.raises(ValueError, match="level 1 .* 1 .* 2"):
         levels.planned(small)
     small = MultiLevelCascadeAttentionWrapper(2, workspace("cpu"), "NHD", True, *graph_buffers([1, 2], [9, 1], "cpu"))
-    with pytest.raises(ValueError, match=r"paged_kv_indices_buf_arr\[1\] holds 1 pages, got 2"):
+    with pytest.raises(ValueError, match=r"paged_kv_indices_buf_arr\[1\] .*1.*2"):
         levels.planned(small)
-    with pytest.raises(ValueError, match="int_workspace_buffers must be a list of 2"):
+    with pytest.raises(ValueError, match="int_workspace_buffers .*2"):
         wrapper.reset_workspace_buffer(workspace("cpu"), [workspace("cpu")])
     wrapper.reset_workspace_buffer(workspace("cpu"), [workspace("cpu")] * 2)
     with pytest.raises(RuntimeError, match="plan"):
         wrapper.run(queries(2), levels.cache)
     several = Levels([([2], [8])], "cpu")
-    with pytest.raises(ValueError, match="window_left=3 needs causal=True"):
+    with pytest.raises(ValueError, match="window_left=3.*causal"):
         several.planned(MultiLevelCascadeAttentionWrapper(1, workspace("cpu")), window_left=3).run(
             queries(2), several.cache
         )

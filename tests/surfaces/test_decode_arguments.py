@@ -66,10 +66,10 @@ NEUTRAL_RUNS = {
 
 def test_neutral_values_change_nothing(device):
     rows, q = rows_of(LENS, device), queries(4, device)
-    plain = ran(rows, q, planned(rows, wrapper_of(device)))
-    assert torch.equal(ran(rows, q, planned(rows, wrapper_of(device), **NEUTRAL_PLANS), **NEUTRAL_RUNS), plain)
+    base = ran(rows, q, planned(rows, wrapper_of(device)))
+    assert torch.equal(ran(rows, q, planned(rows, wrapper_of(device), **NEUTRAL_PLANS), **NEUTRAL_RUNS), base)
     hints = {"enable_pdl": True, "skip_softmax_threshold_scale_factor": 0.0}
-    assert torch.equal(ran(rows, q, planned(rows, wrapper_of(device)), **hints), plain)
+    assert torch.equal(ran(rows, q, planned(rows, wrapper_of(device)), **hints), base)
 
 
 @pytest.mark.parametrize("options", [{"fixed_split_size": 2}, {"disable_split_kv": True}, {"fixed_split_size": -1}])
@@ -90,42 +90,42 @@ def test_results_have_the_planned_dtype_without_another_rounding(q_dtype, o_data
     wrapper = planned(rows, wrapper_of(device), q_data_type=q_dtype, kv_data_type=kv_dtype, o_data_type=o_data_type)
     out, lse = ran(rows, q, wrapper, return_lse=True)
     expected, expected_lse = rows.expected(q.float(), 1, Options(SCALE))
-    wanted = getattr(torch, o_data_type) if isinstance(o_data_type, str) else o_data_type
-    assert out.dtype == wanted
-    assert_near(out, expected, 1e-5 if wanted == torch.float32 else tolerance(wanted, wanted))
+    reference = getattr(torch, o_data_type) if isinstance(o_data_type, str) else o_data_type
+    assert out.dtype == reference
+    assert_near(out, expected, 1e-5 if reference == torch.float32 else tolerance(reference, reference))
     assert_near(lse, expected_lse, 2e-3)
-    given = torch.empty_like(out)
-    assert ran(rows, q, wrapper, out=given) is given
-    assert torch.equal(given, out)
+    arguments = torch.empty_like(out)
+    assert ran(rows, q, wrapper, out=arguments) is arguments
+    assert torch.equal(arguments, out)
     with pytest.raises(ValueError, match="out"):
         ran(rows, q, wrapper, out=torch.empty_like(out, dtype=torch.float64))
 
 
-def test_lengths_may_stand_in_for_last_pages_and_tables_for_page_lists(device):
+def test_seq_lens_replace_last_page_len_and_block_tables_replace_indices(device):
     rows, q = rows_of(LENS, device), queries(4, device)
     lens, expected = lengths(rows, device), rows.expected(q, 1, Options(SCALE))[0]
-    for given in (
+    for arguments in (
         {"seq_lens": lens},
         {"seq_lens": lens, "last_page_len": None},
         {"block_tables": rows.table},
         {"block_tables": rows.table, "indices": None},
         {"block_tables": rows.table, "indices": None, "indptr": None, "last_page_len": None, "seq_lens": lens},
     ):
-        assert_near(ran(rows, q, planned(rows, wrapper_of(device), **given)), expected)
+        assert_near(ran(rows, q, planned(rows, wrapper_of(device), **arguments)), expected)
 
 
 @pytest.mark.parametrize("cap", [5.0, 50.0, 1e3, 1e6])
 def test_caps_far_above_the_logits_lose_no_digits(cap, device):
     rows, q = rows_of([40], device), queries(1, device)
-    given = {"block_tables": rows.table, "seq_lens": lengths(rows, device), "indptr": None, "indices": None}
-    wrapper = planned(rows, wrapper_of(device), **given, last_page_len=None, logits_soft_cap=cap)
+    arguments = {"block_tables": rows.table, "seq_lens": lengths(rows, device), "indptr": None, "indices": None}
+    wrapper = planned(rows, wrapper_of(device), **arguments, last_page_len=None, logits_soft_cap=cap)
     out = ran(rows, q, wrapper)
     assert_near(out, rows.expected(q, 1, Options(SCALE, soft_cap=cap))[0], 2e-6 if device == "cpu" else 0.1)
 
 
 @pytest.mark.parametrize("q_len", [1, 3])
 @pytest.mark.parametrize("window", [None, 5])
-def test_sinks_and_several_queries_may_be_given_to_run(q_len, window, device):
+def test_run_accepts_sinks_and_several_queries(q_len, window, device):
     rows, q = rows_of([30, 5, 17], device), queries(3 * q_len, device)
     sinks = torch.linspace(-2, 3, HEADS, device=device)
     wrapper = planned(rows, wrapper_of(device, use_tensor_cores=True))
@@ -154,10 +154,10 @@ def test_sinks_and_several_queries_may_be_given_to_run(q_len, window, device):
 def test_a_plan_that_does_not_fit_is_refused_by_name_and_the_last_one_stays(options, names):
     rows, q = rows_of(LENS, "cpu"), queries(4, "cpu")
     wrapper = planned(rows, wrapper_of("cpu", use_tensor_cores=True))
-    plain = ran(rows, q, wrapper)
+    base = ran(rows, q, wrapper)
     with pytest.raises(ValueError, match=names):
         planned(rows, wrapper, **options)
-    assert torch.equal(ran(rows, q, wrapper), plain)
+    assert torch.equal(ran(rows, q, wrapper), base)
 
 
 @pytest.mark.parametrize(
@@ -188,7 +188,7 @@ def test_a_table_has_no_buffer_of_a_fixed_address(device):
 
 
 @pytest.mark.parametrize("options", [{}, {"fixed_split_size": 32}])
-def test_a_workspace_of_the_told_size_is_enough_and_a_smaller_one_is_not(options, backend):
+def test_workspace_size_is_enough_and_less_is_refused(options, backend):
     rows, q = rows_of([700, 0, 40], backend), queries(3, backend)
     pages = (rows.indptr, rows.indices, rows.last_page_len, HEADS, KV_HEADS, DIM, PAGE)
     floats, integers = wrapper_of(backend).workspace_size(*pages, q_data_type="float32", **options)
@@ -205,23 +205,23 @@ def test_a_workspace_of_the_told_size_is_enough_and_a_smaller_one_is_not(options
 
 
 @pytest.mark.parametrize("wrong", [-1, 99])
-@pytest.mark.parametrize("given", ["indices", "block_tables", "trtllm"])
-def test_pages_that_there_are_not_are_refused_by_name_where_they_are_on_the_host(given, wrong):
+@pytest.mark.parametrize("arguments", ["indices", "block_tables", "trtllm"])
+def test_page_numbers_outside_the_pool_raise_where_they_are_on_the_host(arguments, wrong):
     rows, q = rows_of(LENS, "cpu"), queries(4, "cpu")
     table, out = rows.table.clone(), torch.zeros(4, HEADS, DIM)
     table[2, 4] = wrong
-    if given == "trtllm":
+    if arguments == "trtllm":
         caches = (torch.zeros(1), table, lengths(rows, "cpu"), 40, SCALE)
-        with pytest.raises(ValueError, match=r"pages must be in 0\.\..* in block_tables"):
+        with pytest.raises(ValueError, match=r"pages .*0\.\..*block_tables"):
             trtllm_batch_decode_with_kv_cache(q, (rows.k_cache, rows.v_cache), *caches, kv_layout="NHD", out=out)
         assert not out.any()
         return
     numbers = rows.indices.clone()
     numbers[-2] = wrong  # the row before the last one's last
-    options = {"indices": numbers} if given == "indices" else {"block_tables": table, "indices": None}
+    options = {"indices": numbers} if arguments == "indices" else {"block_tables": table, "indices": None}
     wrapper = planned(rows, wrapper_of("cpu"), **options)
     for _ in range(2):
-        with pytest.raises(ValueError, match=rf"pages must be in 0\.\..* in {given}"):
+        with pytest.raises(ValueError, match=rf"pages .*0\.\..*{arguments}"):
             ran(rows, q, wrapper, out=out)
     assert not out.any()
     table[2, 4] = rows.table[2, 4]
@@ -250,9 +250,9 @@ def test_a_fast_plan_is_a_function_that_can_be_bound(device):
     rows, q = rows_of(LENS, device), queries(4, device)
     wrapper = wrapper_of(device)
     wrapper.begin_forward = types.MethodType(fast_decode_plan, wrapper)
-    given = (rows.indptr, rows.indices, rows.last_page_len, HEADS, KV_HEADS, DIM, PAGE)
+    arguments = (rows.indptr, rows.indices, rows.last_page_len, HEADS, KV_HEADS, DIM, PAGE)
     wrapper.begin_forward(
-        *given, data_type=torch.float32, q_data_type=torch.float32, non_blocking=True, fixed_split_size=None,
+        *arguments, data_type=torch.float32, q_data_type=torch.float32, non_blocking=True, fixed_split_size=None,
         disable_split_kv=False, global_override_indptr_cpu=rows.indptr.cpu(),
     )  # fmt: skip
     assert torch.equal(ran(rows, q, wrapper), ran(rows, q, planned(rows, wrapper_of(device))))
@@ -285,8 +285,8 @@ def test_sinks_and_lengths_of_a_captured_plan_and_run_may_change(device):
             buffers.lens.copy_(lengths(rows, device)),
         )
         buffers.table[:, : rows.table.shape[1]].copy_(rows.table)
-        for cache, own in ((k, rows.k_cache), (v, rows.v_cache)):
-            cache[: own.shape[0]].copy_(own)
+        for cache, part in ((k, rows.k_cache), (v, rows.v_cache)):
+            cache[: part.shape[0]].copy_(part)
 
     load(states[0], 0)
     step(buffers.narrow(3))

@@ -77,7 +77,7 @@ def test_step_returns_the_documented_shapes(device, paged, form):
     assert (longest, out_format) == (16, form if form == "bshd" else f"{form}_2bshd")
 
 
-def test_pages_are_taken_as_sequences_grow(device):
+def test_pages_are_allocated_as_sequences_grow(device):
     params = make(device, True, total_num_pages=3)
     params.pre_step(OrderedDict([(1, 4), (2, 4)]))
     assert params.cache_manager.pool.used == 2
@@ -106,7 +106,7 @@ def test_a_paged_manager_tells_its_sequences_and_pages(device, caplog):
         manager.get_page_table([9, 4] * 2 + [9])
 
 
-def test_the_page_table_of_a_cut_sequence_is_shorter_at_once(device):
+def test_truncate_shortens_the_page_table_at_once(device):
     params = make(device, True)
     params.pre_step(OrderedDict([(9, 9)]))
     params.cache_manager.truncate(9, 4)
@@ -158,13 +158,13 @@ def test_invalid_sizes_are_refused_by_name(options):
 @BOTH
 def test_errors_name_the_value_and_the_limit(device, paged):
     params = make(device, paged, max_ctx_len=6)
-    with pytest.raises(ValueError, match=r"'x' must be in 1\.\.6, got 7"):
+    with pytest.raises(ValueError, match=r"'x' .*1\.\.6.*7"):
         params.pre_step(OrderedDict(x=7))
     params.pre_step(OrderedDict(x=6))
     params.pre_step(OrderedDict(x=6))
-    with pytest.raises(ValueError, match="'x' would have 17 tokens, max_sequence_length is 16"):
+    with pytest.raises(ValueError, match="'x' .*17.*max_sequence_length.*16"):
         params.pre_step(OrderedDict(x=5))
-    with pytest.raises(ValueError, match="5 sequences, max_batch_size is 4"):
+    with pytest.raises(ValueError, match="5.*max_batch_size.*4"):
         params.pre_step(OrderedDict((i, 1) for i in range(5)))
     assert params.sequences == {"x": 12}
 
@@ -227,10 +227,10 @@ def test_truncating_a_shared_page_copies_it(device):
 
 
 @BOTH
-def test_forks_and_cuts_of_unknown_ids_and_rows_that_there_are_not_are_refused(device, paged):
+def test_fork_and_truncate_refuse_unknown_ids_and_full_batches(device, paged):
     params = make(device, paged, max_batch_size=1)
     params.pre_step(OrderedDict(a=2))
-    with pytest.raises(ValueError, match="max_batch_size is 1"):
+    with pytest.raises(ValueError, match="max_batch_size.*1"):
         params.fork("a", "b")
     with pytest.raises(ValueError, match="already"):
         params.fork("a", "a")
@@ -262,19 +262,19 @@ class ListCache(KVCacheManager):
         return new_k, new_v
 
 
-def test_what_must_be_given_is_asked_for_by_name():
-    with pytest.raises(ValueError, match="num_heads_kv, head_dim_k and dtype are required, got None, None and None"):
+def test_missing_arguments_raise_by_name():
+    with pytest.raises(ValueError, match="num_heads_kv, head_dim_k and dtype .*None, None and None"):
         InferenceParams(4, 16)
-    with pytest.raises(ValueError, match="num_heads_kv, head_dim_k and dtype are required, got 2, 3 and None"):
+    with pytest.raises(ValueError, match="num_heads_kv, head_dim_k and dtype .*2, 3 and None"):
         InferenceParams(4, 16, 2, 3)
-    with pytest.raises(ValueError, match="total_num_pages must be an integer >= 1, got None"):
+    with pytest.raises(ValueError, match="total_num_pages .*None"):
         InferenceParams(4, 16, 2, 3, torch.float32, is_paged=True)
-    with pytest.raises(ValueError, match="page_size must be an integer >= 1, got None"):
+    with pytest.raises(ValueError, match="page_size .*None"):
         InferenceParams(4, 16, 2, 3, torch.float32, is_paged=True, total_num_pages=8)
 
 
 @BOTH
-def test_what_was_given_can_be_read_back(device, paged):
+def test_arguments_are_attributes(device, paged):
     params = make(device, paged)
     assert (params.num_heads_kv, params.head_dim_k, params.head_dim_v, params.dtype) == (2, 3, 3, torch.float32)
     assert (params.max_batch_size, params.max_sequence_length, params.max_ctx_len) == (4, 16, 16)
@@ -317,18 +317,18 @@ class PublishedPagedManager(PublishedManager):
 
 
 def test_a_manager_written_for_the_original_works():
-    params, own = (
+    params, part = (
         make("cpu", False, custom_cache_manager=PublishedManager, head_dim_v=5),
         make("cpu", False, head_dim_v=5),
     )
     generator = torch.Generator().manual_seed(2)
     for step in ([(8, 3), (7, 3)], [(8, 1), (7, 1)]):
         results = []
-        for p in (params, own):
+        for p in (params, part):
             p.pre_step(OrderedDict(step))
         k = torch.randn(2, step[0][1], 2, 3, generator=generator)
         v = torch.randn(2, step[0][1], 2, 5, generator=generator)
-        for p in (params, own):
+        for p in (params, part):
             keys, values, *lengths, longest, form = p.step(1, k, v, "bshd")
             results.append([keys[:2], values[:2], *lengths, p.pre_step_seqlens])
             assert (longest, form) == (16, "bshd")
@@ -362,14 +362,14 @@ def test_a_custom_manager_gets_the_arguments_of_the_built_in_one(device):
     new = torch.zeros(2, 1, 2, 3, device=device)
     assert params.step(1, new, new, "sbhd")[0] is new
     assert params.step(1, new, new, "sbhd")[5] == "sbhd_2bshd"
-    with pytest.raises(ValueError, match="ListCache offers no fork"):
+    with pytest.raises(ValueError, match="ListCache.*fork"):
         params.fork(9, 10)
     params.reset()
     assert params.cu_seqlens_kv.tolist() == [0] * 5
 
 
 @BOTH
-def test_it_reads_like_what_it_is(device, paged):
+def test_repr_has_sizes_and_counts(device, paged):
     params = make(device, paged, head_dim_v=4)
     params.pre_step(OrderedDict([(1, 6), (2, 3)]))
     text = repr(params)

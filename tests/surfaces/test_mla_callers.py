@@ -18,13 +18,13 @@ def keys_of(lens, slots, device, seed=0):
     draw = torch.Generator().manual_seed(seed)
     buffer = torch.randn(slots, CKV + KPE, generator=draw).bfloat16()
     order = torch.randperm(slots, generator=draw).split([*lens, slots - sum(lens)])[:-1]
-    return buffer.to(device), [own.to(torch.int32) for own in order]
+    return buffer.to(device), [part.to(torch.int32) for part in order]
 
 
 def expected(q, buffer, order, counts):
     parts = []
-    for queries, own in zip(q.double().cpu().split(counts), order, strict=True):
-        keys = buffer.cpu().double()[own.long()].unsqueeze(1)
+    for queries, part in zip(q.double().cpu().split(counts), order, strict=True):
+        keys = buffer.cpu().double()[part.long()].unsqueeze(1)
         parts.append(attend(queries, keys, keys[..., :CKV], Options(SCALE))[0])
     return torch.cat(parts)
 
@@ -69,11 +69,11 @@ def test_as_sglang_plans_steps_of_a_captured_graph(device):
         kv_indices[: sum(lens)] = torch.cat(order).to(device)
         ends = torch.tensor([0, *lens]).cumsum(0).to(torch.int32)
         if seed == 0:
-            given = (q_indptr[:4], ends.to(device), kv_indices[: sum(lens)].clone(), torch.tensor(lens, **ints))
+            arguments = (q_indptr[:4], ends.to(device), kv_indices[: sum(lens)].clone(), torch.tensor(lens, **ints))
         else:  # the plan of a replay: on the host but for the pages, which are where they have to be
             wrapper.plan = functools.partial(flashinfer.BatchMLAPagedAttentionWrapper.plan, wrapper)
-            given = (q_indptr.cpu()[:4], ends, kv_indices, torch.tensor(lens, dtype=torch.int32))
-        wrapper.plan(*given, *sizes)
+            arguments = (q_indptr.cpu()[:4], ends, kv_indices, torch.tensor(lens, dtype=torch.int32))
+        wrapper.plan(*arguments, *sizes)
         q, k_buffer = queries(3, device, seed), buffer.unsqueeze(1)
         out = wrapper.run(q[:, :, :CKV], q[:, :, CKV:], k_buffer[:, :, :CKV], k_buffer[:, :, CKV:])
         assert_near(out, expected(q, buffer, order, [1, 1, 1]))
@@ -85,8 +85,8 @@ def test_as_vllm_decodes(q_len, device):
     buffer, order = keys_of(lens, 6 * page_size, device)
     tables = torch.tensor([[4, 1], [5, 0], [2, 3]], dtype=torch.int32, device=device)
     cache = torch.zeros(6, page_size, CKV + KPE, dtype=torch.bfloat16, device=device)
-    for own, pages in zip(order, tables.tolist(), strict=True):
-        for position, slot in enumerate(own.tolist()):
+    for part, pages in zip(order, tables.tolist(), strict=True):
+        for position, slot in enumerate(part.tolist()):
             cache[pages[position // page_size], position % page_size] = buffer[slot]
     q = queries(3 * q_len, device)
     counter = torch.zeros(1024, dtype=torch.uint8, device=device)

@@ -25,7 +25,7 @@ def probs_of(rows, vocab=VOCAB, seed=0, device="cpu"):
     return torch.softmax(logits_of(rows, vocab, seed, device), -1)
 
 
-def kept(line, top_k=None, top_p=None, min_p=None, joint=False):
+def kept_ids(line, top_k=None, top_p=None, min_p=None, joint=False):
     """Which tokens of one row the definition keeps, in float64."""
     line = line.double().cpu()
     above = [line[line > each] for each in line]
@@ -51,61 +51,61 @@ def misfit(counts, probs):
     expected = probs.double() * counts.sum()
     rare = expected < 8
     assert not counts[probs == 0].any()
-    seen = torch.cat([counts[~rare].double(), counts[rare].sum().double()[None]])
-    wanted = torch.cat([expected[~rare], expected[rare].sum()[None]])
-    seen, wanted = seen[wanted > 0], wanted[wanted > 0]
-    return float(((seen - wanted) ** 2 / wanted).sum()), len(wanted) - 1
+    observed = torch.cat([counts[~rare].double(), counts[rare].sum().double()[None]])
+    reference = torch.cat([expected[~rare], expected[rare].sum()[None]])
+    observed, reference = observed[reference > 0], reference[reference > 0]
+    return float(((observed - reference) ** 2 / reference).sum()), len(reference) - 1
 
 
 def assert_drawn_from(samples, probs):
     assert samples.min() >= 0
-    found, freedom = misfit(samples.cpu().long().bincount(minlength=len(probs)), probs.cpu())
+    result, freedom = misfit(samples.cpu().long().bincount(minlength=len(probs)), probs.cpu())
     # the cube root is nearly normal (Wilson and Hilferty, 1931); 3.3 deviations are exceeded once in 2000 times
-    deviation = ((found / freedom) ** (1 / 3) - 1 + 2 / (9 * freedom)) / math.sqrt(2 / (9 * freedom))
-    assert deviation < 3.3, (found, freedom)
+    deviation = ((result / freedom) ** (1 / 3) - 1 + 2 / (9 * freedom)) / math.sqrt(2 / (9 * freedom))
+    assert deviation < 3.3, (result, freedom)
 
 
 def test_softmax_divides_by_a_temperature_of_all_rows_or_of_each(device):
     logits = logits_of(4, device=device)
     each = torch.tensor([0.5, 1.0, 3.0, 0.0], device=device)
-    wanted = torch.softmax(logits.double() / torch.tensor([0.5, 1.0, 3.0, math.inf], device=device)[:, None], -1)
-    torch.testing.assert_close(sampling.softmax(logits, each).double(), wanted, atol=1e-6, rtol=1e-4)
+    expected = torch.softmax(logits.double() / torch.tensor([0.5, 1.0, 3.0, math.inf], device=device)[:, None], -1)
+    torch.testing.assert_close(sampling.softmax(logits, each).double(), expected, atol=1e-6, rtol=1e-4)
     torch.testing.assert_close(sampling.softmax(logits, 3.0)[2], sampling.softmax(logits, each)[2])
     torch.testing.assert_close(sampling.softmax(logits), torch.softmax(logits, -1))
     assert sampling.softmax(logits.half(), enable_pdl=True).dtype == torch.float32
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_top_k_keeps_the_largest_and_those_equal_to_the_last(dtype, backend):
+def test_top_k_keeps_ties_of_the_last(dtype, backend):
     logits = logits_of(3, device=backend, dtype=dtype)
     logits[1, 40:60] = 3.0
     logits[2, :290] = -math.inf
     for top_k in (1, 7, VOCAB, torch.tensor([3, 10, 400], device=backend), torch.tensor([2, 1, 20], device=backend)):
         masked = sampling.top_k_mask_logits(logits, top_k)
         ks = top_k.tolist() if isinstance(top_k, torch.Tensor) else [top_k] * 3
-        chosen = torch.stack([kept(line, k) for line, k in zip(logits, ks, strict=True)]).to(backend)
+        chosen = torch.stack([kept_ids(line, k) for line, k in zip(logits, ks, strict=True)]).to(backend)
         assert masked.dtype == dtype
         assert torch.equal(masked, logits.masked_fill(~chosen, -math.inf))
         probs = torch.softmax(logits.float(), -1).to(dtype)
-        chosen = torch.stack([kept(line, k) for line, k in zip(probs, ks, strict=True)])
-        wanted = torch.stack([renormed(line, own) for line, own in zip(probs, chosen, strict=True)])
-        found = sampling.top_k_renorm_probs(probs, top_k, is_deterministic=True)
-        assert found.dtype == dtype
+        chosen = torch.stack([kept_ids(line, k) for line, k in zip(probs, ks, strict=True)])
+        expected = torch.stack([renormed(line, part) for line, part in zip(probs, chosen, strict=True)])
+        result = sampling.top_k_renorm_probs(probs, top_k, is_deterministic=True)
+        assert result.dtype == dtype
         close = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 1e-2}[dtype]
-        torch.testing.assert_close(found.double().cpu(), wanted, atol=close * 0.1, rtol=close)
+        torch.testing.assert_close(result.double().cpu(), expected, atol=close * 0.1, rtol=close)
 
 
-def test_top_p_keeps_the_most_likely_up_to_their_share_exactly(backend):
+def test_top_p_keeps_exactly_the_most_likely_tokens(backend):
     probs = probs_of(6, device=backend)
     probs[1] = torch.tensor([0.5, 0.25, 0.125, 0.125] + [0.0] * (VOCAB - 4), device=backend)
     probs[2] = 1.0 / VOCAB
     for top_p in (0.0, 0.5, 0.75, 0.9, 1.0, torch.tensor([0.1, 0.5, 0.3, 0.99, 0.0, 0.7], device=backend)):
         ps = top_p.tolist() if isinstance(top_p, torch.Tensor) else [top_p] * 6
-        chosen = torch.stack([kept(line, top_p=p) for line, p in zip(probs, ps, strict=True)])
-        found = sampling.top_p_renorm_probs(probs, top_p)
-        wanted = torch.stack([renormed(line, own) for line, own in zip(probs, chosen, strict=True)])
-        assert torch.equal(found.cpu() > 0, wanted > 0)
-        torch.testing.assert_close(found.double().cpu(), wanted, atol=1e-7, rtol=1e-5)
+        chosen = torch.stack([kept_ids(line, top_p=p) for line, p in zip(probs, ps, strict=True)])
+        result = sampling.top_p_renorm_probs(probs, top_p)
+        expected = torch.stack([renormed(line, part) for line, part in zip(probs, chosen, strict=True)])
+        assert torch.equal(result.cpu() > 0, expected > 0)
+        torch.testing.assert_close(result.double().cpu(), expected, atol=1e-7, rtol=1e-5)
 
 
 FILTERS = [
@@ -123,17 +123,17 @@ FILTERS = [
 def test_draws_have_the_distribution_that_the_filters_leave(name, filters, as_tensors):
     count = 3000
     probs = probs_of(3, 40, seed=5, device=DEVICE)
-    given = dict(filters)
+    arguments = dict(filters)
     if as_tensors:
-        for parameter in set(given) - {"filter_apply_order"}:
-            given[parameter] = torch.tensor([1, given[parameter], 1], device=DEVICE)
+        for parameter in set(arguments) - {"filter_apply_order"}:
+            arguments[parameter] = torch.tensor([1, arguments[parameter], 1], device=DEVICE)
     indices = torch.ones(count, dtype=torch.int64, device=DEVICE)
-    samples, valid = getattr(sampling, name)(probs, **given, indices=indices, seed=11, offset=2, return_valid=True)
+    samples, valid = getattr(sampling, name)(probs, **arguments, indices=indices, seed=11, offset=2, return_valid=True)
     assert samples.dtype == torch.int64
     assert valid.all()
     order = {"joint": filters.get("filter_apply_order") == "joint"}
     only = {parameter: value for parameter, value in filters.items() if parameter != "filter_apply_order"}
-    assert_drawn_from(samples, renormed(probs[1], kept(probs[1], **only, **order)))
+    assert_drawn_from(samples, renormed(probs[1], kept_ids(probs[1], **only, **order)))
 
 
 @pytest.mark.parametrize("order", ["top_k_first", "joint"])
@@ -147,10 +147,10 @@ def test_draws_from_logits_have_that_of_their_softmax(order):
         assert_drawn_from(sampling.sampling_from_logits(logits, indices, **seeds), probs)
     samples = sampling.top_k_top_p_sampling_from_logits(logits, 12, 0.8, indices, order, **seeds)
     assert samples.dtype == torch.int32
-    assert_drawn_from(samples, renormed(probs, kept(probs, 12, 0.8, joint=order == "joint")))
+    assert_drawn_from(samples, renormed(probs, kept_ids(probs, 12, 0.8, joint=order == "joint")))
 
 
-def test_interpreted_kernels_draw_what_the_operators_draw(monkeypatch):
+def test_interpreted_kernels_sample_the_same_tokens(monkeypatch):
     probs, indices = probs_of(5, seed=9), torch.arange(10) % 5
 
     def drawn():
@@ -173,9 +173,9 @@ def test_rows_without_a_choice_are_not_valid(backend):
         assert valid.tolist() == [True, False, False, False, True, True, False, False], name
         assert samples[4] == 19
         assert not samples[~valid].any()
-    with pytest.raises(ValueError, match="probs must have no NaN"):
+    with pytest.raises(ValueError, match="probs.*check_nan"):
         sampling.sampling_from_probs(probs, check_nan=True)
-    with pytest.raises(ValueError, match="logits must have no NaN"):
+    with pytest.raises(ValueError, match="logits.*check_nan"):
         sampling.sampling_from_logits(probs, check_nan=True)
 
 
@@ -214,7 +214,7 @@ def test_without_a_seed_the_generator_gives_one():
     assert drawn[0] == sampling.sampling_from_logits(probs).tolist() != drawn[1]
 
 
-def test_captured_once_it_draws_anew_by_seeds_and_filters_on_the_device(device):
+def test_captured_sampling_reads_seeds_and_filters_on_the_device(device):
     slots = [
         Slot("probs", ("batch", VOCAB), torch.float32, pad=0.0),
         Slot("top_k", ("batch",), torch.int32, pad=1),
@@ -225,17 +225,17 @@ def test_captured_once_it_draws_anew_by_seeds_and_filters_on_the_device(device):
     ]
     buffers = StepBuffers(slots, max_batch_size=4, device=device)
 
-    def given(batch):
+    def arguments(batch):
         return batch.probs, batch.top_k, batch.top_p
 
     def step(batch):
-        sampled = sampling.top_k_top_p_sampling_from_probs(*given(batch), seed=batch.seed, offset=batch.offset)
+        sampled = sampling.top_k_top_p_sampling_from_probs(*arguments(batch), seed=batch.seed, offset=batch.offset)
         batch.out.copy_(sampled)
 
     graphs = GraphManager(step, buffers, BucketLadder([4], 4), constants=[])
     with contextlib.closing(graphs):
         graphs.capture(progress=False)
-        seen = set()
+        observed = set()
         for number in range(3):
             buffers.set_live_rows(4)
             buffers.probs.copy_(probs_of(4, seed=number)), buffers.seed.fill_(number)
@@ -244,12 +244,12 @@ def test_captured_once_it_draws_anew_by_seeds_and_filters_on_the_device(device):
             graphs.replay(4)
             replayed = buffers.out.tolist()
             expected = sampling.top_k_top_p_sampling_from_probs(
-                *given(buffers), seed=buffers.seed, offset=buffers.offset
+                *arguments(buffers), seed=buffers.seed, offset=buffers.offset
             )
             assert replayed == expected.tolist()
             assert replayed[0] == buffers.probs[0].argmax().item()
-            seen.add(tuple(replayed))
-        assert len(seen) == 3
+            observed.add(tuple(replayed))
+        assert len(observed) == 3
 
 
 def test_accepted_drafts_and_the_token_behind_them_are_distributed_as_the_target():
@@ -267,12 +267,12 @@ def test_accepted_drafts_and_the_token_behind_them_are_distributed_as_the_target
     assert tokens.dtype == torch.int32
     assert (accepted >= emitted).all()
     assert ((tokens != -1).sum(1) == emitted + 1).all()
-    for place in range(drafts):
-        taken = emitted > place
-        assert torch.equal(tokens[taken, place], draft_ids[taken, place].int())
-    for place in range(drafts + 1):
-        reached = emitted >= place
-        assert_drawn_from(tokens[reached, place], target[place])
+    for position in range(drafts):
+        chosen = emitted > position
+        assert torch.equal(tokens[chosen, position], draft_ids[chosen, position].int())
+    for position in range(drafts + 1):
+        reached = emitted >= position
+        assert_drawn_from(tokens[reached, position], target[position])
     # a draft is accepted by itself with the probability that the distributions share
     share = torch.minimum(draft[:drafts], target[:drafts]).sum(-1).sum().item()
     assert abs(accepted.float().mean().item() - share) < 5 * math.sqrt(drafts / 4 / count)
@@ -319,6 +319,6 @@ PROBS = probs_of(3, 10)
         (lambda s: s.chain_speculative_sampling(PROBS[None], torch.zeros(1, 3).long(), PROBS[None]), "target_probs"),
     ],
 )  # fmt: skip
-def test_what_does_not_fit_is_refused_by_name(call, names):
+def test_invalid_arguments_raise_by_name(call, names):
     with pytest.raises(ValueError, match=names):
         call(sampling)

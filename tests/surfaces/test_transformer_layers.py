@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from layer_oracle import attended, attention_block, laid_out, layer, random_life, rotated, taken_apart
+from layer_oracle import attended, attention_block, in_layout, layer, random_life, rotated, split_rows
 from torch import nn
 
 from graphdecode import BucketLadder, GraphManager, InferenceParams, Slot, StepBuffers
@@ -65,12 +65,12 @@ def test_attention_over_the_cache_agrees_with_float64(form, paged, mask, device)
         params.pre_step(step)
         shapes = ((HEADS, DIM), (GROUPS, DIM), (GROUPS, 6))
         new = [[torch.randn(n, *shape, generator=generator) for n in step.values()] for shape in shapes]
-        known, history = history, {}
+        existing, history = history, {}
         for row, i in enumerate(step):
-            before = known.get(i) or [t[row][:0] for t in new]
+            before = existing.get(i) or [t[row][:0] for t in new]
             history[i] = [torch.cat((old, t[row])) for old, t in zip(before, new, strict=True)]
-        out = attention(*(laid_out(rows, form).to(device) for rows in new), inference_params=params)
-        for row, (result, n) in enumerate(zip(taken_apart(out, form, step.values()), step.values(), strict=True)):
+        out = attention(*(in_layout(rows, form).to(device) for rows in new), inference_params=params)
+        for row, (result, n) in enumerate(zip(split_rows(out, form, step.values()), step.values(), strict=True)):
             expected = attended(*(t.double() for t in history[list(step)[row]]))[-n:].flatten(-2)
             torch.testing.assert_close(result.double().cpu(), expected, atol=1e-5, rtol=1e-5)
 
@@ -82,9 +82,9 @@ def test_attention_without_a_cache_agrees_with_float64(form, lengths, device):
     generator = torch.Generator().manual_seed(2)
     new = [[torch.randn(n, heads, DIM, generator=generator) for n in lengths] for heads in (HEADS, GROUPS, GROUPS)]
     cu = torch.tensor([0, *lengths], device=device).cumsum(0).int()
-    known = cu if form == "thd" or len(set(lengths)) > 1 else None
-    out = attention(*(laid_out(rows, form).to(device) for rows in new), cu_seqlens_q=known)
-    for row, result in enumerate(taken_apart(out, form, lengths)):
+    existing = cu if form == "thd" or len(set(lengths)) > 1 else None
+    out = attention(*(in_layout(rows, form).to(device) for rows in new), cu_seqlens_q=existing)
+    for row, result in enumerate(split_rows(out, form, lengths)):
         expected = attended(*(rows[row].double() for rows in new), window=2, scale=0.2).flatten(-2)
         torch.testing.assert_close(result.double().cpu(), expected, atol=1e-5, rtol=1e-5)
 
@@ -141,10 +141,10 @@ def test_layers_agree_with_float64_while_sequences_enter_leave_and_change_order(
         params.pre_step(step)
         new = [torch.randn(n, HIDDEN, generator=generator) for n in step.values()]
         history = {i: torch.cat((history.get(i, new[row][:0]), new[row])) for row, i in enumerate(step)}
-        out = laid_out(new, form).to(device)
+        out = in_layout(new, form).to(device)
         for module in layers:
             out = module(out, inference_params=params, rotary_pos_emb=freqs)
-        for result, (i, n) in zip(taken_apart(out, form, step.values()), step.items(), strict=True):
+        for result, (i, n) in zip(split_rows(out, form, step.values()), step.items(), strict=True):
             expected = history[i].double()
             for module in layers:
                 expected = layer(expected, module, DIM, **meaning)
@@ -194,9 +194,9 @@ class CapturedLayers:
 
 @BOTH
 @pytest.mark.parametrize("form", FORMATS)
-def test_captured_layers_agree_with_eager_ones_bit_for_bit_and_with_float64(form, paged, own_device):
+def test_captured_layers_agree_with_eager_ones_bit_for_bit_and_with_float64(form, paged, native_device):
     """Laws 2, 4 and 5: one capture, any later membership, hostile padding."""
-    device = own_device
+    device = native_device
     captured, eager = (CapturedLayers(form, paged, device, backend) for backend in ("auto", "eager"))
     generator = torch.Generator().manual_seed(6)
     history, memberships = {}, set()
@@ -245,32 +245,32 @@ def test_layers_of_narrow_dtypes_stay_near_float64(dtype, device):
 
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("form", FORMATS)
-def test_rotary_embedding_begins_where_each_row_does(form, interleaved, device):
+def test_rotary_embedding_starts_at_each_rows_position(form, interleaved, device):
     lengths, starts = (3, 1, 4), torch.tensor([0, 9, 5, 99], dtype=torch.int32, device=device)  # one row too many
     rows = [torch.randn(n, HEADS, DIM, generator=torch.Generator().manual_seed(n)) for n in lengths]
     cu = torch.tensor([0, *lengths], device=device).cumsum(0).int()
     freqs = angles(device, dim=6, interleaved=interleaved)
-    out = apply_rotary_pos_emb(laid_out(rows, form).to(device), freqs, form, starts, interleaved, cu_seqlens=cu)
-    for result, row, start in zip(taken_apart(out, form, lengths), rows, starts.tolist(), strict=False):
+    out = apply_rotary_pos_emb(in_layout(rows, form).to(device), freqs, form, starts, interleaved, cu_seqlens=cu)
+    for result, row, start in zip(split_rows(out, form, lengths), rows, starts.tolist(), strict=False):
         whole = torch.cat((torch.zeros(start, HEADS, DIM), row)).double()
         expected = torch.cat((rotated(whole[..., :6], interleaved=interleaved)[start:], whole[start:, :, 6:]), -1)
         torch.testing.assert_close(result.double().cpu(), expected, atol=1e-5, rtol=1e-5)
     if form != "thd":
-        plain = apply_rotary_pos_emb(laid_out(rows, form).to(device), freqs, form, None, interleaved)
+        base = apply_rotary_pos_emb(in_layout(rows, form).to(device), freqs, form, None, interleaved)
         from_zero = apply_rotary_pos_emb(
-            laid_out(rows, form).to(device), freqs, form, torch.zeros_like(starts), interleaved
+            in_layout(rows, form).to(device), freqs, form, torch.zeros_like(starts), interleaved
         )
-        assert torch.equal(plain, from_zero)
+        assert torch.equal(base, from_zero)
 
 
 def test_angles_are_scaled_as_published():
-    plain = RotaryPositionEmbedding(8, device="cpu")
-    assert plain(5).shape == (5, 1, 1, 8)
-    assert torch.equal(plain(7)[2:], plain(5, offset=2))
+    base = RotaryPositionEmbedding(8, device="cpu")
+    assert base(5).shape == (5, 1, 1, 8)
+    assert torch.equal(base(7)[2:], base(5, offset=2))
     assert RotaryPositionEmbedding(8, rotary_percent=0.5, device="cpu")(3).shape[-1] == 4
     inside = RotaryPositionEmbedding(8, 1.0, 2, 10, device="cpu")
-    torch.testing.assert_close(inside(20), plain(20) / 2)
-    torch.testing.assert_close(inside(40), plain(40) / 4)  # longer than twice 10: into 10 positions
+    torch.testing.assert_close(inside(20), base(20) / 2)
+    torch.testing.assert_close(inside(40), base(40) / 4)  # longer than twice 10: into 10 positions
 
 
 def test_signatures_begin_as_published():
@@ -304,7 +304,7 @@ def test_signatures_begin_as_published():
         assert inspect.signature(module.forward).parameters["inference_params"].default is None
 
 
-def test_what_only_training_needs_is_taken_and_what_would_change_the_result_is_not():
+def test_training_arguments_are_accepted_and_unsupported_ones_refused():
     TransformerLayer(
         HIDDEN, FFN, HEADS, hidden_dropout=0.1, fuse_qkv_params=False, tp_size=1, tp_group=None, seq_length=128,
         layer_type="encoder", init_method=torch.nn.init.zeros_, device="cpu",
@@ -331,9 +331,9 @@ def test_what_only_training_needs_is_taken_and_what_would_change_the_result_is_n
         name = next(iter(options)).removeprefix("self_").replace("attn_input_format", "qkv_format")
         with pytest.raises(ValueError, match=name):
             TransformerLayer(HIDDEN, FFN, HEADS, device="cpu", **options)
-    with pytest.raises(TypeError, match="unexpected keyword argument 'colour'"):
+    with pytest.raises(TypeError, match="colour"):
         TransformerLayer(HIDDEN, FFN, HEADS, device="cpu", colour="red")
-    with pytest.raises(ValueError, match="hidden_size=25 must be a multiple of num_attention_heads=4"):
+    with pytest.raises(ValueError, match="hidden_size=25.*num_attention_heads=4"):
         MultiheadAttention(25, 4, device="cpu")
 
 
@@ -343,7 +343,7 @@ INNER = {f"self_attention.layernorm_qkv.{name}_weight" for name in ("query", "ke
 OUTER = {"self_attention.proj.weight", "layernorm_mlp.fc2_weight"}
 
 
-def test_weights_are_those_of_the_given_initializers_within_the_given_random_state():
+def test_initializers_fill_weights_within_the_random_state():
     forks = []
 
     class Tracker:
@@ -365,7 +365,7 @@ def test_weights_are_those_of_the_given_initializers_within_the_given_random_sta
     for name, weight in weights.items():
         assert weight.eq(2.0 if name in INNER else 3.0).all(), name
         assert not weight.requires_grad
-    assert [forks[place::3] for place in (0, 2)] == [["begun"] * 6, ["ended"] * 6]
+    assert [forks[position::3] for position in (0, 2)] == [["begun"] * 6, ["ended"] * 6]
     assert sorted(forks[1::3]) == [2.0] * 4 + [3.0] * 2
     assert all(bias.eq(0).all() for name, bias in module.named_parameters() if name.endswith("bias"))
 
@@ -381,7 +381,7 @@ def test_weights_without_initializers_are_normal():
     attention = MultiheadAttention(HIDDEN, HEADS, output_layer_init_method=torch.nn.init.zeros_, device="cpu")
     assert attention.proj.weight.eq(0).all()
     assert attention.qkv.query_weight.ne(0).any()
-    with pytest.raises(TypeError, match="unexpected keyword argument 'init_method'"):
+    with pytest.raises(TypeError, match="init_method"):
         DotProductAttention(HEADS, DIM, init_method=torch.nn.init.zeros_)
 
 
@@ -389,21 +389,21 @@ def test_forward_refuses_masks_formats_and_angles_that_do_not_fit(device):
     module = TransformerLayer(HIDDEN, FFN, HEADS, kv_channels=DIM, attn_input_format="thd", device=device, **LLAMA)
     params, x = cache(False, device, form="thd"), torch.zeros(3, HIDDEN, device=device)
     params.pre_step(OrderedDict(a=3))
-    with pytest.raises(ValueError, match="attention_mask must be None"):
+    with pytest.raises(ValueError, match="attention_mask"):
         module(x, torch.ones(3, 3, device=device), inference_params=params)
     with pytest.raises(ValueError, match="attn_mask_type"):
         module(x, self_attn_mask_type="arbitrary", inference_params=params)
-    with pytest.raises(ValueError, match="angles of 40 positions, got 39"):
+    with pytest.raises(ValueError, match="rotary_pos_emb.*40.*39"):
         module(x, inference_params=params, rotary_pos_emb=angles(device, length=39))
-    with pytest.raises(ValueError, match="thd needs cu_seqlens_q or inference_params"):
+    with pytest.raises(ValueError, match="cu_seqlens_q or inference_params"):
         module(x)
     with pytest.raises(ValueError, match="cp_size"):
         apply_rotary_pos_emb(x.view(3, 3, DIM), angles(device), "thd", cp_size=2)
-    with pytest.raises(ValueError, match="cu_seqlens is needed"):
+    with pytest.raises(ValueError, match="cu_seqlens"):
         apply_rotary_pos_emb(x.view(3, 3, DIM), angles(device), "thd")
-    with pytest.raises(ValueError, match="t must be sbhd, bshd or thd"):
+    with pytest.raises(ValueError, match="sbhd, bshd or thd"):
         apply_rotary_pos_emb(x.view(3, 3, DIM), angles(device), "bshd")
-    with pytest.raises(ValueError, match="start_positions must have 3 entries"):
+    with pytest.raises(ValueError, match="start_positions .*3"):
         apply_rotary_pos_emb(x.view(1, 3, 3, DIM), angles(device), "sbhd", torch.zeros(2, device=device))
 
 
@@ -477,7 +477,7 @@ class Generator:
     def prefill(self, prompts):
         """Return the first token of each prompt, all in one pass; `prompts` and who goes on are the step."""
         rows = [torch.tensor(tokens) for tokens in prompts]
-        logits = self.model(laid_out(rows, self.form).long().to(self.device), self.params)
+        logits = self.model(in_layout(rows, self.form).long().to(self.device), self.params)
         if self.form == "thd":
             last = self.params.cu_seqlens_q[1 : len(rows) + 1].long() - 1
             return logits[last].argmax(-1).tolist()
@@ -521,7 +521,7 @@ def greedy(model, prompt, count):
 
 @pytest.mark.parametrize("paged", [False, True], ids=["rows", "pages"])
 @pytest.mark.parametrize("form", ["bshd", "sbhd", "thd"])
-def test_a_small_model_generates_what_float64_generates(form, paged, device):
+def test_a_small_model_generates_the_tokens_of_float64(form, paged, device):
     generator = Generator(form, paged, device)
     prompts = {7: [5, 9, 33], 3: [60, 2], 12: [1, 1, 1, 8, 40], 4: [17], 20: [30, 31]}
     arrivals = {

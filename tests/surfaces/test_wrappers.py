@@ -57,7 +57,7 @@ def graph_buffers(max_rows, max_pages, device):
 @pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
 @pytest.mark.parametrize("joined", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_run_takes_both_layouts_as_a_tuple_or_one_tensor(kv_layout, joined, dtype, device):
+def test_run_accepts_two_layouts_as_a_tuple_or_one_tensor(kv_layout, joined, dtype, device):
     rows = random_rows([9, 0, 40, 8], device, dtype)
     q = queries(4, dtype, device)
     wrapper = BatchDecodeWithPagedKVCacheWrapper(workspace(device), kv_layout)
@@ -75,7 +75,7 @@ def test_run_takes_both_layouts_as_a_tuple_or_one_tensor(kv_layout, joined, dtyp
 @pytest.mark.parametrize("mode", ["NONE", "ROPE_LLAMA", "ALIBI"])
 @pytest.mark.parametrize("q_len", [1, 2])
 @pytest.mark.parametrize("kv_dtype", [torch.float32, torch.float8_e4m3fn, torch.float8_e5m2])
-def test_every_option_of_plan_and_run_means_what_the_formula_says(mode, q_len, kv_dtype, device):
+def test_options_of_plan_and_run_follow_the_formula(mode, q_len, kv_dtype, device):
     rows = random_rows([30, 4, 0, 17], device, kv_dtype)
     q = queries(4 * q_len, torch.float32, device)
     wrapper = BatchDecodeWithPagedKVCacheWrapper(workspace(device), use_tensor_cores=q_len > 1)
@@ -97,7 +97,7 @@ def test_window_can_be_overridden_for_one_layer(device):
     assert_near(out, rows.expected(q, 1, Options(DIM**-0.5, window_left=20))[0])
 
 
-def test_run_writes_where_it_is_told(device):
+def test_run_writes_out_and_lse(device):
     rows = random_rows([30, 5], device)
     q = queries(2, device=device)
     out, lse = torch.empty_like(q), torch.empty(2, HEADS, device=device)
@@ -190,8 +190,8 @@ FP8 = [torch.float8_e4m3fn, torch.float8_e5m2]
 
 @pytest.mark.parametrize("kv_dtype", [torch.float32, *FP8])
 @pytest.mark.parametrize("dtype", FP8)
-def test_fp8_queries_are_taken_as_exactly_as_they_are(dtype, kv_dtype, own_device):
-    device = own_device  # interpreted, it would compute in another dtype where `out` is not given
+def test_fp8_queries_lose_no_bits(dtype, kv_dtype, native_device):
+    device = native_device  # interpreted, it would compute in another dtype where `out` is not given
     rows = random_rows([30, 0, 17], device, kv_dtype)
     q = queries(3, dtype, device)
     wrapper = BatchDecodeWithPagedKVCacheWrapper(workspace(device))
@@ -205,9 +205,9 @@ def test_fp8_queries_are_taken_as_exactly_as_they_are(dtype, kv_dtype, own_devic
     expected, expected_lse = rows.expected(q.float(), 1, Options(0.5 * DIM**-0.5, 2.0))
     torch.testing.assert_close(out.double().cpu(), expected, atol=1e-3, rtol=1e-3)
     torch.testing.assert_close(lse.double().cpu(), expected_lse, atol=1e-3, rtol=1e-3)
-    own = wrapper.run(q, (rows.k_cache, rows.v_cache), 0.5, None, 2.0)
-    assert own.dtype == dtype
-    assert torch.equal(own.float(), out.to(dtype).float())
+    part = wrapper.run(q, (rows.k_cache, rows.v_cache), 0.5, None, 2.0)
+    assert part.dtype == dtype
+    assert torch.equal(part.float(), out.to(dtype).float())
 
 
 @pytest.mark.parametrize("dtype", FP8)
@@ -226,7 +226,7 @@ HALF, BRAIN, FULL, BYTE = torch.float16, torch.bfloat16, torch.float32, torch.fl
 
 
 @pytest.mark.parametrize(
-    ("given", "q_dtype", "kv_dtype"),
+    ("arguments", "q_dtype", "kv_dtype"),
     [
         ({}, HALF, HALF),
         ({"data_type": "bfloat16"}, BRAIN, BRAIN),
@@ -243,18 +243,18 @@ HALF, BRAIN, FULL, BYTE = torch.float16, torch.bfloat16, torch.float32, torch.fl
         ({"kv_data_type": BYTE}, HALF, BYTE),
     ],
 )
-def test_data_type_fills_only_what_was_not_given(given, q_dtype, kv_dtype, device):
+def test_data_type_is_the_default_of_the_others(arguments, q_dtype, kv_dtype, device):
     rows = random_rows([9, 3], device, kv_dtype)
     wrapper = BatchDecodeWithPagedKVCacheWrapper(workspace(device))
-    wrapper.plan(rows.indptr, rows.indices, rows.last_page_len, HEADS, KV_HEADS, DIM, PAGE, **given)
+    wrapper.plan(rows.indptr, rows.indices, rows.last_page_len, HEADS, KV_HEADS, DIM, PAGE, **arguments)
     q = queries(2, q_dtype, device)
     assert wrapper.run(q, (rows.k_cache, rows.v_cache)).dtype == q_dtype
 
 
-def test_a_data_type_that_there_is_not_is_refused_even_where_both_are_given(device):
+def test_an_unknown_data_type_raises_beside_the_others(device):
     rows = random_rows([9], device)
     wrapper = BatchDecodeWithPagedKVCacheWrapper(workspace(device))
-    with pytest.raises(ValueError, match="data_type must be one of"):
+    with pytest.raises(ValueError, match="data_type"):
         wrapper.plan(
             rows.indptr, rows.indices, rows.last_page_len, HEADS, KV_HEADS, DIM, PAGE, q_data_type=HALF,
             kv_data_type=HALF, data_type="int8",
@@ -278,7 +278,7 @@ def test_metadata_in_host_memory_may_be_rewritten_after_plan():
     assert torch.equal(wrapper.run(q, (rows.k_cache, rows.v_cache)), before)
 
 
-def test_several_queries_a_request_need_tensor_cores_and_as_many_queries_as_planned(device):
+def test_q_len_per_req_needs_tensor_cores_and_the_planned_queries(device):
     rows = random_rows([9, 8], device)
     with pytest.raises(ValueError, match="use_tensor_cores=True"):
         planned(rows, device, q_len_per_req=3)
@@ -286,16 +286,16 @@ def test_several_queries_a_request_need_tensor_cores_and_as_many_queries_as_plan
     planned(rows, device, wrapper, q_len_per_req=3)
     assert wrapper.run(queries(6, device=device), (rows.k_cache, rows.v_cache)).shape == (6, HEADS, DIM)
     for count in (2, 3, 5, 7, 9, 12):
-        with pytest.raises(ValueError, match=f"q_len_per_req=3 queries for each of 2 rows, got {count}"):
+        with pytest.raises(ValueError, match=f"q_len_per_req=3.*2.*{count}"):
             wrapper.run(queries(count, device=device), (rows.k_cache, rows.v_cache))
 
 
-def test_backends_of_the_published_wrapper_are_taken_and_others_refused(device):
+def test_published_backends_are_accepted_and_others_refused(device):
     for backend in ("auto", "fa2", "fa3", "trtllm-gen"):
         BatchDecodeWithPagedKVCacheWrapper(workspace(device), backend=backend, jit_args=None)
-    with pytest.raises(ValueError, match="backend must be one of auto, fa2.*'fa9'"):
+    with pytest.raises(ValueError, match="backend .*'fa9'"):
         BatchDecodeWithPagedKVCacheWrapper(workspace(device), backend="fa9")
-    with pytest.raises(ValueError, match="jit_args must be None"):
+    with pytest.raises(ValueError, match="jit_args"):
         BatchDecodeWithPagedKVCacheWrapper(workspace(device), jit_args=["sigmoid"])
 
 
@@ -370,12 +370,12 @@ def test_run_before_plan_is_a_runtime_error(device):
         ({"last_page_len": torch.tensor([0, 1], dtype=torch.int32)}, "last_page_len"),
     ],
 )
-def test_plan_refuses_what_does_not_fit_and_keeps_the_plan_it_had(change, names):
+def test_plan_refuses_invalid_arguments_and_keeps_the_plan(change, names):
     rows = random_rows([9, 8], "cpu")
     wrapper = planned(rows, "cpu")
     q = queries(2)
     before = wrapper.run(q, (rows.k_cache, rows.v_cache))
-    good = {
+    valid = {
         "indptr": rows.indptr,
         "indices": rows.indices,
         "last_page_len": rows.last_page_len,
@@ -385,11 +385,11 @@ def test_plan_refuses_what_does_not_fit_and_keeps_the_plan_it_had(change, names)
         "page_size": PAGE,
     }
     with pytest.raises(ValueError, match=names):
-        wrapper.plan(**{**good, **change})
+        wrapper.plan(**{**valid, **change})
     assert torch.equal(wrapper.run(q, (rows.k_cache, rows.v_cache)), before)
 
 
-def test_run_refuses_what_was_not_planned(device):
+def test_run_refuses_tensors_that_were_not_planned(device):
     rows = random_rows([9, 8], device)
     wrapper = planned(rows, device)
     q, caches = queries(2, device=device), (rows.k_cache, rows.v_cache)
@@ -397,15 +397,15 @@ def test_run_refuses_what_was_not_planned(device):
         wrapper.run(q[:1], caches)
     with pytest.raises(ValueError, match="float16"):
         wrapper.run(q.half(), caches)
-    with pytest.raises(ValueError, match=r"q must be \[rows, 8, 64\]"):
+    with pytest.raises(ValueError, match=r"q .*8, 64\]"):
         wrapper.run(q[:, :, :32], caches)
     with pytest.raises(ValueError, match="page_size"):
         wrapper.run(q, (rows.k_cache[:, :4], rows.v_cache[:, :4]))
-    with pytest.raises(ValueError, match="5 dimensions"):
+    with pytest.raises(ValueError, match="paged_kv_cache .*5"):
         wrapper.run(q, rows.k_cache)
-    with pytest.raises(ValueError, match="one dtype"):
+    with pytest.raises(ValueError, match="dtype"):
         wrapper.run(q, (rows.k_cache, rows.v_cache.half()))
-    with pytest.raises(ValueError, match="out must be"):
+    with pytest.raises(ValueError, match="out "):
         wrapper.run(q, caches, out=torch.empty(2, HEADS, DIM, dtype=torch.float16, device=device))
 
 
@@ -416,14 +416,14 @@ def test_constructor_refuses_missing_and_misfit_buffers(device):
     with pytest.raises(ValueError, match="paged_kv_indptr_buffer"):
         BatchDecodeWithPagedKVCacheWrapper(space, use_cuda_graph=True)
     indptr, indices, last = graph_buffers(4, 40, device)
-    with pytest.raises(ValueError, match="one entry more"):
+    with pytest.raises(ValueError, match="paged_kv_indptr_buffer"):
         CUDAGraphBatchDecodeWithPagedKVCacheWrapper(space, indptr[:4], indices, last)
-    with pytest.raises(ValueError, match="indices_buffer must be int32"):
+    with pytest.raises(ValueError, match="indices_buffer .*int32"):
         CUDAGraphBatchDecodeWithPagedKVCacheWrapper(space, indptr, indices.long(), last)
     wrapper = CUDAGraphBatchDecodeWithPagedKVCacheWrapper(space, indptr, indices, last)
-    with pytest.raises(ValueError, match="4 rows, got 5"):
+    with pytest.raises(ValueError, match="4 .*5"):
         planned(random_rows([1] * 5, device), device, wrapper)
-    with pytest.raises(ValueError, match="40 pages"):
+    with pytest.raises(ValueError, match="paged_kv_indices_buffer.*40"):
         planned(random_rows([41 * PAGE], device), device, wrapper)
 
 
@@ -448,19 +448,19 @@ def test_pages_of_one_token_are_read_by_head_whatever_their_stride_of_a_token() 
 @pytest.mark.parametrize("name", ["seq_ids", "position_ids", "new_key_values", "active_mask", "kvcache_buffer"])
 def test_the_slot_cache_refuses_other_types(name: str, value: Any) -> None:
     cache = SlotKVCacheManager(1, 2, 1, 4, 2, torch.float32, device="cpu")
-    good: dict[str, Any] = {
+    valid: dict[str, Any] = {
         "is_for_context_encoding": False, "seq_ids": int32(0), "position_ids": int32(1)[None], "seq_len": 4,
         "new_key_values": [[torch.ones(1, 1, 1, 2)] * 2],
     }  # fmt: skip
-    with pytest.raises(ValueError, match=f"{name} must"):
-        cache.update_cache(**good | {name: value})
+    with pytest.raises(ValueError, match=name):
+        cache.update_cache(**valid | {name: value})
     assert not any(tensor.any() for tensor in cache.past_key_values)
 
 
 def test_the_slot_cache_refuses_indices_on_another_device() -> None:
     cache = SlotKVCacheManager(1, 2, 1, 4, 2, torch.float32, device="cpu")
     new = [[torch.ones(1, 1, 1, 2)] * 2]
-    with pytest.raises(ValueError, match="seq_ids must be on cpu"):
+    with pytest.raises(ValueError, match="seq_ids"):
         cache.update_cache(False, int32(0).to("meta"), int32(1)[None], new, 4)
 
 
@@ -472,11 +472,11 @@ def test_transformer_engines_cache_refuses_other_types(value: Any) -> None:
     keys = torch.ones(1, 1, 1, 2)
     for name in ("layer_number", "new_k", "new_v", "qkv_format"):
         arguments = {"layer_number": 1, "new_k": keys, "new_v": keys, "qkv_format": "bshd", name: value}
-        with pytest.raises(ValueError, match="must|no memory"):
+        with pytest.raises(ValueError, match="layer" if name == "layer_number" else name):
             params.step(**arguments)
-    with pytest.raises(ValueError, match="must"):
+    with pytest.raises(ValueError, match="step_dict"):
         params.pre_step(value if not isinstance(value, dict) else {"a": value})
-    with pytest.raises(ValueError, match="must|no memory"):
+    with pytest.raises(ValueError, match="layer"):
         params.convert_paged_to_nonpaged(value)
     assert params.sequences == {"a": 1}
 
@@ -490,23 +490,23 @@ def test_flashinfers_surface_refuses_other_types(value: Any) -> None:
     }  # fmt: skip
     for name in (*plan, "window_left", "logits_soft_cap", "sm_scale", "rope_scale", "q_len_per_req"):
         if not (value == 1.5 and name in ("logits_soft_cap", "sm_scale", "rope_scale")):
-            with pytest.raises(ValueError, match="must"):
+            with pytest.raises(ValueError, match=name):
                 wrapper.plan(**plan | {name: value})
     wrapper.plan(**plan)
     q, cache = torch.ones(1, 1, 16), torch.ones(1, 1, 1, 16)
     run: dict[str, Any] = {"q": q, "paged_kv_cache": (cache, cache)}
     for name in ("q", "paged_kv_cache", "out", "lse"):
-        with pytest.raises(ValueError, match="must"):
+        with pytest.raises(ValueError, match=name):
             wrapper.run(**run | {name: value})
-    with pytest.raises(ValueError, match="must"):
+    with pytest.raises(ValueError, match="k "):
         single_decode_with_kv_cache(q[0], value, cache[0])
-    with pytest.raises(ValueError, match="must"):
+    with pytest.raises(ValueError, match="v "):
         merge_states(value, torch.ones(1, 1, 1))
-    with pytest.raises(ValueError, match="must"):
+    with pytest.raises(ValueError, match="append_key"):
         append_paged_kv_cache(value, q, int32(0), int32(0), (cache, cache), int32(0), int32(0, 1), int32(1))
 
 
-def test_pages_that_there_are_not_are_neither_written_nor_read() -> None:
+def test_pages_outside_the_pool_are_neither_written_nor_read() -> None:
     q, cache = torch.ones(1, 1, 16), torch.zeros(2, 1, 1, 16)
     for pages in (int32(-1), int32(2), int32()):
         append_paged_kv_cache(q, q, int32(0), int32(0), (cache, cache), pages, int32(0, 1), int32(1))
@@ -514,5 +514,5 @@ def test_pages_that_there_are_not_are_neither_written_nor_read() -> None:
     wrapper = BatchDecodeWithPagedKVCacheWrapper(torch.empty(1 << 16))
     for pages in (int32(-1, 0), int32(7, 0), int32(0, 2)):
         wrapper.plan(int32(0, 2), pages, int32(1), 1, 1, 16, 1, q_data_type=torch.float32)
-        with pytest.raises(ValueError, match=r"pages must be in 0\.\.1"):
+        with pytest.raises(ValueError, match=r"pages .*0\.\.1"):
             wrapper.run(q, (cache, cache))
