@@ -17,7 +17,7 @@ from torch import Tensor
 
 from graphdecode.extensions import version_of
 from graphdecode.kernels import native
-from graphdecode.kernels.linear.small_linear import MOST_ROWS, SmallLinearConfig
+from graphdecode.kernels.linear.small_linear import KINDS, MOST_ROWS, SmallLinearConfig
 from graphdecode.kernels.native.instructions import instructions
 from graphdecode.kernels.native.private_folder import cache_folder
 from graphdecode.linear.small_linear_timing import FusedForm, GraphClock, fastest_product
@@ -40,7 +40,7 @@ def software() -> str:
     """Return the software that measurements depend on: versions of torch and Triton, and a hash of the sources."""
     source = hashlib.sha256()
     kernels = Path(native.__file__).parents[1]
-    for folder in (Path(__file__).parent, *(kernels / name for name in ("linear", "moe", "native"))):
+    for folder in (Path(__file__).parent, *(kernels / name for name in ("cuda", "linear", "moe", "native"))):
         for file in sorted(folder.glob("*.[pch]*")):
             source.update(file.read_bytes())
     return f"torch {torch.__version__}, triton {version_of('triton')}, source {source.hexdigest()[:12]}"
@@ -211,4 +211,4 @@ def _from_disk(stored: Any, rows: int) -> Choices | None:
 
 def _is_possible(config: SmallLinearConfig) -> bool:
     kind, *sizes = config
-    return kind in ("dot", "gemv") and all(isinstance(size, int) for size in sizes)
+    return kind in KINDS and all(isinstance(size, int) for size in sizes)

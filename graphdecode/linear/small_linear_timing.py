@@ -13,7 +13,13 @@ import torch
 from torch import Tensor
 
 from graphdecode.kernels.linear.linear import linear
-from graphdecode.kernels.linear.small_linear import TILE_ROWS, SmallLinearConfig, candidates, small_linear
+from graphdecode.kernels.linear.small_linear import (
+    TILE_ROWS,
+    SmallLinearConfig,
+    candidates,
+    skinny_candidates,
+    small_linear,
+)
 from graphdecode.kernels.model.act_mul import act_mul
 from graphdecode.kernels.native.optional_triton import has_early_start
 from graphdecode.kernels.norm.rms_norm import add_rms_norm, rms_norm
@@ -178,6 +184,10 @@ class Contest:
         elif epilogue != "store":
             act_mul(out, self._product, epilogue)
 
+    def skinny_candidates(self, pdl: bool) -> list[SmallLinearConfig]:
+        """Return the configurations of the CUDA C++ kernel."""
+        return skinny_candidates(self._x, self._weights[0], pdl)
+
     def _run(self, calls: Iterable[Callable[[], None]]) -> None:
         """Reset the results to NaN, or the residual, and run calls once."""
         for out in self._outs:
@@ -235,6 +245,8 @@ def fastest_product(
     best = sorted(seconds, key=seconds.__getitem__)[:_VARIED]
     if is_early:  # which may cost more than it brings
         race([varied for each in best for varied in (each._replace(prefetch=False), each._replace(pdl=False))])
+    race(contest.skinny_candidates(clock.has_pdl))
+    race([each._replace(pdl=False) for each in seconds if each.kind == "skinny" and each.pdl][:_VARIED])
     race([each._replace(norms_apart=False) for each in best if each.norms_apart])
     times = {"plain": plain_s} | {str(config): taken for config, taken in seconds.items()}
     winner = min(seconds, key=seconds.__getitem__, default=None)

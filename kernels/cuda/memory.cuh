@@ -89,8 +89,9 @@ DEVICE TO bits_of(const FROM &from) {
     return pieces::bits_of<T>(p);                                                                                     \
   }
 
-// A constant, such as a weight, which no kernel in flight writes; also before the wait. It takes no place in L1.
-LOADS(load_constant, ".global.nc.L1::no_allocate", "l")
+// A constant, such as a weight, which no kernel in flight writes; also before the wait. It takes no place in L1. Not by way
+// of `.nc`: the assembler moves such loads behind the wait.
+LOADS(load_constant, ".global.L1::no_allocate", "l")
 // Global memory that this kernel, or one before the wait, wrote; constants that many blocks read.
 LOADS(load, ".global", "l")
 #undef LOADS

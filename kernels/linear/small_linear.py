@@ -1,8 +1,9 @@
 """Linear layers of a few rows on a GPU, `out = x @ weight.T + bias`, at the full bandwidth of the weight.
 
-Two kernels: one multiplies tiles of 16 to 64 rows on the tensor cores, the other one or two rows on the CUDA cores.
-Both distribute blocks of the weight's rows, and `splits` parts of its columns, over programs that fill the GPU. The
-last program of a block to arrive adds the parts in order: the same inputs give the same bits. The tensor-core kernel
+Two Triton kernels: one multiplies tiles of 16 to 64 rows on the tensor cores, the other one or two rows on the CUDA
+cores; configurations may name a third, in CUDA C++ (`skinny_linear`). Both distribute blocks of the weight's rows, and
+`splits` parts of its columns, over programs that fill the GPU. The last program of a block to arrive adds the parts in
+order: the same inputs give the same bits. The tensor-core kernel
 adds in the same order for any number of rows, so that one configuration is batch-invariant. Its sums are [weight rows,
 activation rows]: the weight is the tensor cores' first operand (64 rows at a time on sm_90), the activations are the
 second, which may be narrow.
@@ -27,7 +28,9 @@ from ..native.optional_triton import prefetch, tl, triton, wait_and_trigger
 from ..native.registration import Float32, OneOf, Written, operator
 from ..norm.rms_norm import normed, rms_norm
 from .linear import plain_product
-from .weight_tiles import TileLayout
+from .skinny_linear import MOST_ROWS as SKINNY_ROWS
+from .skinny_linear import SkinnyConfig, launch_skinny_linear, skinny_configs, step_of, unsupported_reason
+from .weight_tiles import TileLayout, WeightTiles
 
 MOST_ROWS = 64  # with more rows, cuBLAS is faster
 TILE_ROWS = 16  # activation rows of the smallest tensor-core tile
@@ -62,7 +65,8 @@ _WAVES = (1, 2, 4)  # programs per multiprocessor that splits aim at
 class SmallLinearConfig(NamedTuple):
     """Launch configuration of one product shape."""
 
-    kind: str  # "dot" (tensor cores, any number of rows in tiles) or "gemv" (CUDA cores, one or two rows)
+    # "dot" (tensor cores, any number of rows in tiles), "gemv" (CUDA cores, one or two rows), or "skinny" (CUDA C++)
+    kind: str
     block_n: int  # weight rows per program
     block_k: int  # weight columns read at a time
     splits: int  # parts of the columns
@@ -85,6 +89,21 @@ class SmallLinearConfig(NamedTuple):
     def counters(self, rows: int, out_features: int) -> int:
         """Return the number of counters of a product: one per row tile and weight block, none without a split."""
         return 0 if self.splits == 1 else -(-rows // self.block_m) * -(-out_features // self.block_n)
+
+    @property
+    def skinny(self) -> SkinnyConfig:
+        """The configuration of the CUDA C++ kernel."""
+        return SkinnyConfig(self.num_warps, self.block_n // SKINNY_ROWS, self.num_stages, self.pdl)
+
+
+def skinny_candidates(x: Tensor, weight: Tensor | WeightTiles, pdl: bool) -> list[SmallLinearConfig]:
+    """Return the configurations of the CUDA C++ kernel, the likeliest first; none if it does not take the operands."""
+    if not x.is_cuda or unsupported_reason(x, weight) is not None:
+        return []
+    return [
+        SmallLinearConfig("skinny", SKINNY_ROWS * tiles, step_of(weight), 1, warps, ahead, early, SKINNY_ROWS)
+        for warps, tiles, ahead, early in skinny_configs(weight, x.shape[0], pdl)
+    ]
 
 
 def _split(in_features: int, block_k: int, blocks: int, programs: int) -> int:
@@ -455,7 +474,7 @@ def gemv_linear_kernel(
     )  # fmt: skip
 
 
-KINDS = ("dot", "gemv")
+KINDS = ("dot", "gemv", "skinny")
 EPILOGUES = OneOf(("store", "add", *ACTIVATIONS))
 PREFETCH_BYTES = 64 << 10  # per program: two per multiprocessor then prefetch 4 us of reading at 4 TB/s
 PREFETCH_BYTES_IN_ALL = 24 << 20  # per launch: half of an L2 cache of 50 MB
@@ -485,6 +504,9 @@ def lines_ahead(block_n: int, row_bytes: int, num_warps: int) -> tuple[int, int]
 
 def small_linear_triton(out, x, weight, bias, gain, partial, counters, eps, epilogue, scale, config) -> None:
     """Launch the kernel; see `small_linear` for the arguments."""
+    if config.kind == "skinny":
+        launch_skinny_linear(out, x, weight, bias, gain, eps, epilogue, scale, config.skinny)
+        return
     rows, depth = x.shape
     kind, block_n, block_k, splits, num_warps, num_stages, pdl, block_m, *_ = config
     width = out.shape[1]
@@ -589,6 +611,8 @@ def small_linear(
         raise ValueError(f"config.kind is {config.kind!r}; it must be one of {', '.join(KINDS)}")
     if config.kind == "gemv" and rows > GEMV_ROWS:
         raise ValueError(f"x has {rows} rows; the gemv kernel takes 1..{GEMV_ROWS}")
+    if config.kind == "skinny" and rows > SKINNY_ROWS:
+        raise ValueError(f"x has {rows} rows; the skinny kernel takes 1..{SKINNY_ROWS}")
     if gain is not None and config.norms_apart:
         once = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         rms_norm(once, x, gain, eps)
