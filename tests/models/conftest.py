@@ -1,6 +1,7 @@
 """Checkpoints to load, written once."""
 
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -10,11 +11,4 @@ from family_checkpoints import save_checkpoint
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """Return the folder of a family's checkpoint, written at its first use; not to be changed."""
-    folders: dict[str, Path] = {}
-
-    def folder_of(name: str) -> Path:
-        if name not in folders:
-            folders[name] = save_checkpoint(name, tmp_path_factory.mktemp(name.replace(".", "-")))
-        return folders[name]
-
-    return folder_of
+    return cache(lambda name: save_checkpoint(name, tmp_path_factory.mktemp(name.replace(".", "-"))))

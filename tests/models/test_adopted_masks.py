@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from greedy_tokens import greedy_tokens, reference_tokens
 from transformers import (
     AutoModelForCausalLM,
     GPT2Config,
@@ -23,7 +24,7 @@ from transformers import (
 )
 
 from adopted_models import ADOPTED, TINY, save_random
-from graphdecode import LLM, SamplingParams
+from graphdecode import LLM
 from graphdecode.models import UnsupportedModelError, describe_model
 from graphdecode.models.transformers_backend.masks import Visible, code_of_mask, visible_of
 from graphdecode.models.transformers_backend.module_decoder import PROBE, register
@@ -71,18 +72,12 @@ def test_tokens_beyond_a_window_are_those_of_generate(name: str, tmp_path: Path)
     config, windows = MASKED[name]
     folder = save_random(config, tmp_path)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    expected = []
-    for prompt in PROMPTS:
-        ids = torch.tensor([prompt])
-        options = {"attention_mask": torch.ones_like(ids), "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-        expected.append(model.generate(ids, max_new_tokens=12, **options)[0, len(prompt) :].tolist())
+    expected = [reference_tokens(model, prompt, 12) for prompt in PROMPTS]
     assert len({token for answer in expected for token in answer}) > 8, "it varies"
     sizes = {"max_batch_size": 3, "max_sequence_length": 96, "page_size": 8, "max_prefill_tokens": 32}
     with LLM(folder, dtype="float32", model_impl="transformers", **sizes) as llm:
         assert llm.model.config.windows == windows
-        params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
-        outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], params, use_tqdm=False)
-    assert [list(output.outputs[0].token_ids) for output in outputs] == expected
+        assert greedy_tokens(llm, PROMPTS, 12) == expected
 
 
 KNOWN_WINDOWS = {"starcoder2": (19, 19), **dict.fromkeys(("cohere2", "exaone4", "gemma3n"), (19, -1))}

@@ -4,6 +4,7 @@ import math
 import random
 import re
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 from driven_decoder import DrivenDecoder
 from faults import Fault, dropped
+from greedy_tokens import greedy_tokens, reference_tokens
 from transformers import (
     AutoModelForCausalLM,
     MiniMaxConfig,
@@ -50,24 +52,12 @@ class Adopted:
     def __init__(self, name: str, folder: Path) -> None:
         self.folder = save_random(STATEFUL[name](TINY), folder)
         model = AutoModelForCausalLM.from_pretrained(self.folder, dtype=torch.float32).eval()
-        self.expected = []
-        for prompt in prompts():
-            ids = torch.tensor([prompt])
-            options = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "pad_token_id": 0}
-            made = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
-            self.expected.append(made[0, len(prompt) :].tolist())
+        self.expected = [reference_tokens(model, prompt, NEW_TOKENS) for prompt in prompts()]
 
 
 @pytest.fixture(scope="module")
 def adopted(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Adopted]:
-    made: dict[str, Adopted] = {}
-
-    def of(name: str) -> Adopted:
-        if name not in made:
-            made[name] = Adopted(name, tmp_path_factory.mktemp(name))
-        return made[name]
-
-    return of
+    return cache(lambda name: Adopted(name, tmp_path_factory.mktemp(name)))
 
 
 def engine(folder: Path, **changes: Any) -> LLM:
@@ -77,7 +67,7 @@ def engine(folder: Path, **changes: Any) -> LLM:
 
 
 def tokens_of(llm: LLM, given: list[list[int]]) -> list[list[int]]:
-    return [list(output.outputs[0].token_ids) for output in llm.generate(given, PARAMS, use_tqdm=False)]
+    return greedy_tokens(llm, given, NEW_TOKENS)
 
 
 @pytest.mark.parametrize("name", [*QUICK, *OTHERS])

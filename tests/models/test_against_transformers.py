@@ -1,14 +1,13 @@
 """Greedy tokens equal transformers', up to near-ties of logits, for every family, in any company and with few pages."""
 
 import random
-from collections.abc import Callable
 from functools import cache, lru_cache
 from pathlib import Path
 
 import pytest
 import torch
 from driven_decoder import DrivenDecoder
-from family_checkpoints import FAMILIES, save_checkpoint
+from family_checkpoints import FAMILIES
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -124,13 +123,6 @@ def test_packed_weights_give_the_logits_of_transformers(checkpoint, monkeypatch,
         decoded_logits(checkpoint(name), "cpu", 256), expected_logits(checkpoint(name)), strict=True
     ):
         assert (given - wanted).abs().max() < TOLERANCE
-
-
-def test_shards_give_the_bits_of_a_single_file(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
-    save_checkpoint("llama-3.1", tmp_path, max_shard_size="60KB")
-    assert len(list(tmp_path.glob("*.safetensors"))) > 2
-    sharded, single = (load_model(folder, device="cpu").constants for folder in (tmp_path, checkpoint("llama-3.1")))
-    assert all(map(torch.equal, sharded, single))
 
 
 @pytest.mark.parametrize("name", ["llama-3.1", "qwen2-window", "qwen3-tied"])

@@ -10,19 +10,18 @@ import pytest
 import torch
 from command_line import run_command
 from gguf_checkpoints import ARCHITECTURES, finish, quantized_file, random_model, write
+from greedy_tokens import greedy_tokens
 from safetensors.torch import load_file
 from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, DeepseekV3ForCausalLM
 
-from graphdecode import LLM, SamplingParams
+from graphdecode import LLM
 from graphdecode.convert import converted_copy, quantized_copy
 from graphdecode.errors import ArgumentError
 from graphdecode.models import ModelSourceError
 from graphdecode.text.tokenizer import load_tokenizer
 
 TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
-PROMPT = {"prompt_token_ids": [5, 6, 7, 8]}
-GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 
 
 def with_vocabulary(writer: gguf.GGUFWriter) -> None:
@@ -35,9 +34,9 @@ def with_vocabulary(writer: gguf.GGUFWriter) -> None:
     writer.add_chat_template(TEMPLATE)
 
 
-def answer(model: Path, **options: Any) -> tuple[int, ...]:
+def answer(model: Path, **options: Any) -> list[list[int]]:
     with LLM(model, max_batch_size=1, max_sequence_length=64, **options) as llm:
-        return tuple(llm.generate(PROMPT, GREEDY)[0].outputs[0].token_ids)
+        return greedy_tokens(llm, [[5, 6, 7, 8]], 12)
 
 
 OTHERWISE = {"gpt-oss", "gemma4-experts", "llama4", "llama4-rope"}  # stored in folders

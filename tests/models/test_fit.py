@@ -8,11 +8,12 @@ import pytest
 import torch
 import transformers
 from family_checkpoints import edit_config, save_checkpoint
+from greedy_tokens import greedy_tokens, reference_tokens
 from quantized_checkpoints import FORMS, write_pair
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from graphdecode import LLM, SamplingParams
+from graphdecode import LLM
 from graphdecode.convert import quantized_copy
 from graphdecode.errors import ArgumentError
 from graphdecode.models import check_model, load_model
@@ -31,14 +32,11 @@ def llm_of(folder: Path, **options: Any) -> LLM:
 
 
 def tokens_of(llm: LLM) -> list[int]:
-    greedy = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
-    return llm.generate([PROMPT], greedy, use_tqdm=False)[0].outputs[0].token_ids
+    return greedy_tokens(llm, [PROMPT], 6)[0]
 
 
 def theirs(folder: Path, model_class: Any = transformers.AutoModelForCausalLM) -> list[int]:
-    model = model_class.from_pretrained(folder, dtype=torch.float32).eval()
-    out = model.generate(torch.tensor([PROMPT]), max_new_tokens=6, do_sample=False, eos_token_id=None, pad_token_id=0)
-    return out[0, len(PROMPT) :].tolist()
+    return reference_tokens(model_class.from_pretrained(folder, dtype=torch.float32).eval(), PROMPT, 6)
 
 
 def with_tensors(folder: Path, more: dict[str, Tensor], *without: str) -> Path:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from compiled_kernels import compiled
 from gguf_checkpoints import quantized_file
+from products import product
 
 from graphdecode.linear.composite import MergedLinear
 from graphdecode.linear.linear_choice import LinearTuner
@@ -31,22 +32,16 @@ def test_layers_keep_the_values_of_each_type_and_those_with_none_are_undone(tmp_
     path = quantized_file(tmp_path / "small.gguf", name, TYPES)
     model, source = load_model(path, device="cpu", dtype="float32", quantize="gguf"), Gguf(path)
     found = model.layers[1].linears
-    assert {place: type(form) for place, form in found.items()} == {
-        "qkv": PanelLinear,
-        "o": PanelLinear,
-        "gate_up": Panels,
-        "down": PanelLinear,
-    }
+    assert [type(found[place]) for place in ("qkv", "o", "gate_up", "down")] == [
+        *(PanelLinear, PanelLinear, Panels, PanelLinear)
+    ]
     at = "model.layers.1."
     names = {"qkv": [f"self_attn.{part}_proj" for part in "qkv"], "o": ["self_attn.o_proj"]}
     names |= {"gate_up": ["mlp.gate_proj", "mlp.up_proj"], "down": ["mlp.down_proj"]}
     for place, form in found.items():
         weight = torch.cat([values(source, f"{at}{part}.weight") for part in names[place]])
-        x = torch.eye(form.in_features)
-        out = torch.empty(form.in_features, form.out_features)
-        form.apply(out, x)
         bias = 0 if form.bias is None else form.bias
-        torch.testing.assert_close(out, weight.T + bias, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(product(form), weight.T + bias, rtol=1e-5, atol=1e-6)
 
 
 def test_the_rotary_pairs_of_blocks_are_put_as_transformers_has_them(tmp_path: Path) -> None:
@@ -54,9 +49,7 @@ def test_the_rotary_pairs_of_blocks_are_put_as_transformers_has_them(tmp_path: P
     form = load_model(path, device="cpu", dtype="float32", quantize="gguf").layers[0].linears["qkv"]
     assert isinstance(form, PanelLinear)
     weight = torch.cat([values(Gguf(path), f"model.layers.0.self_attn.{part}_proj.weight") for part in "qkv"])
-    out = torch.empty(64, form.out_features)
-    form.apply(out, torch.eye(64))
-    torch.testing.assert_close(out, weight.T, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(product(form), weight.T, rtol=1e-5, atol=1e-6)
 
 
 def test_a_delta_net_keeps_blocks_beside_plain_decays_and_strengths(tmp_path: Path) -> None:
@@ -67,9 +60,7 @@ def test_a_delta_net_keeps_blocks_beside_plain_decays_and_strengths(tmp_path: Pa
     assert [type(part) for part in form.forms] == [PanelLinear, Panels]
     names = (f"model.layers.0.linear_attn.in_proj_{part}.weight" for part in ("qkv", "z", "a", "b"))
     weight = torch.cat([values(Gguf(path), name) for name in names])
-    out = torch.empty(form.in_features, form.out_features)
-    form.apply(out, torch.eye(form.in_features))
-    torch.testing.assert_close(out, weight.T, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(product(form), weight.T, rtol=1e-5, atol=1e-6)
     expanded = load_model(path, device="cpu", dtype="float32", quantize="none").layers[0].linears["in_proj"]
     assert isinstance(expanded, Panels), "nothing stays quantized, so one product does"
 
@@ -118,9 +109,7 @@ def test_a_part_is_read_in_blocks_where_the_cut_falls_between_them(tmp_path: Pat
     weight = values(source, *names.weights)
     assert weight.shape == (64, 64)
     assert isinstance(form, PanelLinear)
-    out = torch.empty(form.in_features, form.out_features)
-    form.apply(out, torch.eye(form.in_features))
-    torch.testing.assert_close(out, weight[kept].T)
+    torch.testing.assert_close(product(form), weight[kept].T)
     assert not isinstance(part(1, 4, 1), PanelLinear)  # a cut within blocks
 
 

@@ -12,8 +12,9 @@ import pytest
 import torch
 from family_checkpoints import edit_config, save_checkpoint
 from gguf_checkpoints import RECURRENT, finish, random_model, write, write_recurrent
+from greedy_tokens import greedy_tokens, reference_tokens
 
-from graphdecode import LLM, SamplingParams
+from graphdecode import LLM
 from graphdecode.models import check_model, load_model
 from graphdecode.models.config import UnsupportedModelError
 from graphdecode.models.gguf.architectures import architecture_of
@@ -60,16 +61,6 @@ def test_a_factor_of_cosines_scales_any_rope(tmp_path):
     torch.testing.assert_close(tables[1], 1.25 * tables[0])
     yarn = rope_of(tmp_path, scaling__type="yarn", scaling__factor=4.0, scaling__attn_factor=1.25)
     assert yarn.attention_factor == pytest.approx(1.25 * (0.1 * np.log(4.0) + 1.0))
-
-
-def test_an_unknown_or_bidirectional_field_is_refused(tmp_path):
-    def edit(writer: gguf.GGUFWriter) -> None:
-        writer.add_causal_attention(False)
-
-    with pytest.raises(UnsupportedModelError, match="attention.causal False"):
-        check_model(write(random_model("llama"), "llama", tmp_path / "model.gguf", edit))
-    with pytest.raises(UnsupportedModelError, match=r"rope\.scaling\.type 'dynamic'"):
-        rope_of(tmp_path, scaling__type="dynamic")
 
 
 def edited(
@@ -130,15 +121,13 @@ def test_layers_that_predict_further_tokens_are_skipped_and_said(tmp_path, name,
 def test_limits_of_time_steps_that_are_no_pair_are_named(tmp_path, value):
     save_checkpoint("mamba2", tmp_path)
     edit_config(tmp_path, lambda settings: settings.update(time_step_limit=value))
-    with pytest.raises(UnsupportedModelError, match="time_step_limit must be two numbers"):
+    with pytest.raises(UnsupportedModelError, match="time_step_limit"):
         check_model(tmp_path)
 
 
 def tokens_of(path: Path, prompt: list[int]) -> list[int]:
     with LLM(path, skip_tokenizer_init=True, max_batch_size=1, max_sequence_length=64, device="cpu") as llm:
-        params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
-        (output,) = llm.generate({"prompt_token_ids": prompt}, params, use_tqdm=False)
-    return list(output.outputs[0].token_ids)
+        return greedy_tokens(llm, [prompt], 6)[0]
 
 
 def test_a_hybrid_granite_rotates_unless_its_file_denies_it(tmp_path):
@@ -149,8 +138,7 @@ def test_a_hybrid_granite_rotates_unless_its_file_denies_it(tmp_path):
     path = write_recurrent(model, "granitehybrid", tmp_path / "model.gguf")
     rotated = edited(path, "rotated", rope__scaling__finetuned=None)
     prompt = list(range(5, 45))
-    out = model.generate(torch.tensor([prompt]), max_new_tokens=6, do_sample=False, eos_token_id=None, pad_token_id=0)
-    assert tokens_of(rotated, prompt) == out[0, len(prompt) :].tolist()
+    assert tokens_of(rotated, prompt) == reference_tokens(model, prompt, 6)
     without, config = map(check_model, (path, rotated))
     assert set(without.layer_ropes) == {None}
     assert (config.embedding_scale, config.residual_scale) == (without.embedding_scale, without.residual_scale)
@@ -167,32 +155,20 @@ def test_all_channels_are_rotated_where_a_file_names_no_other_number(tmp_path):
 @pytest.mark.parametrize(
     ("name", "fields", "expected"),
     [
-        (
-            "granite",
-            {"embedding_scale": 0.0, "residual_scale": 0.0},
-            {"embedding_scale": 1.0, "residual_scale": 1.0},
-        ),
-        (
-            "granitehybrid",
-            {"embedding_scale": 0.0, "residual_scale": 0.0, "logit_scale": 0.0},
-            {"embedding_scale": 1.0, "residual_scale": 1.0, "logits_scale": 1.0},
-        ),
+        ("granite", ["embedding_scale", "residual_scale"], ["embedding_scale", "residual_scale"]),
+        ("granitehybrid", ["residual_scale", "logit_scale"], ["residual_scale", "logits_scale"]),
     ],
 )
 def test_a_factor_of_0_is_none(tmp_path, name, fields, expected):
     path = file_of(name, tmp_path)
-    assert check_model(edited(path, "zero", **fields)) == replace(check_model(path), **expected)
+    zero = check_model(edited(path, "zero", **dict.fromkeys(fields, 0.0)))
+    assert zero == replace(check_model(path), **dict.fromkeys(expected, 1.0))
 
 
 def test_a_factor_of_0_is_none_for_experts(tmp_path):
     path = file_of("deepseek2", tmp_path)
     zero, one = (check_model(edited(path, f"{scale}", expert_weights_scale=scale)) for scale in (0.0, 1.0))
     assert zero == one != check_model(path)
-
-
-def test_logits_are_not_divided_by_0(tmp_path):
-    with pytest.raises(UnsupportedModelError, match="granite.logit_scale must not be 0"):
-        check_model(edited(file_of("granite", tmp_path), "zero", logit_scale=0.0))
 
 
 @pytest.mark.parametrize("name", ["qwen2moe", "qwen3moe", "qwen3next"])
@@ -212,7 +188,7 @@ def test_widths_of_experts_follow_from_the_layers(tmp_path, name):
 def test_windows_of_lfm2_are_refused(tmp_path):
     path = file_of("lfm2", tmp_path)
     assert check_model(edited(path, "none", attention__sliding_window=0)) == check_model(path)
-    with pytest.raises(UnsupportedModelError, match=r"lfm2\.attention\.sliding_window 16 is not supported"):
+    with pytest.raises(UnsupportedModelError, match=r"lfm2\.attention\.sliding_window 16"):
         check_model(edited(path, "windowed", attention__sliding_window=16))
 
 
@@ -249,20 +225,22 @@ def test_a_factor_stretches_factors_of_pairs_too(tmp_path):
 @pytest.mark.parametrize(
     ("name", "tensors", "fields", "message"),
     [
-        ("llama", ["rope_factors_long.weight"], {}, "a longrope needs the tensors"),
-        ("llama", ["rope_factors_short.weight"], {}, "a longrope needs the tensors"),
-        ("llama", [], {"rope__scaling__type": "longrope"}, "a longrope needs the tensors"),
-        ("llama", ["rope_freqs.weight"], {"rope__scaling__type": "yarn"}, "'yarn' does not go with rope_freqs.weight"),
-        ("gemma2", [], {"rope__freq_base_swa": 123.0}, "rope.freq_base_swa must be that of all layers, 10000.0"),
-        ("llama", [], {"attention__temperature_scale": 0.5}, "attention.temperature_scale 0.5 is not supported"),
-        ("deepseek3", [], {"expert_gating_func": 3}, "expert_gating_func must be 1 or 2, got 3"),
+        ("llama", ["rope_factors_long.weight"], {}, "longrope .*rope_factors_short"),
+        ("llama", ["rope_factors_short.weight"], {}, "longrope .*rope_factors_long"),
+        ("llama", [], {"rope__scaling__type": "longrope"}, "longrope .*rope_factors_long"),
+        ("llama", ["rope_freqs.weight"], {"rope__scaling__type": "yarn"}, "'yarn' .*rope_freqs.weight"),
+        ("llama", [], {"rope__scaling__type": "dynamic"}, r"rope\.scaling\.type 'dynamic'"),
+        ("gemma2", [], {"rope__freq_base_swa": 123.0}, "rope.freq_base_swa .*10000.0.*123.0"),
+        ("llama", [], {"attention__temperature_scale": 0.5}, "attention.temperature_scale 0.5"),
+        ("llama", [], {"attention__causal": False}, "attention.causal False"),
+        ("granite", [], {"logit_scale": 0.0}, "granite.logit_scale .*0"),
+        ("deepseek3", [], {"expert_gating_func": 3}, "expert_gating_func .*3"),
     ],
 )
 def test_what_no_decoder_does_is_refused(tmp_path, name, tensors, fields, message):
     path = edited(file_of(name, tmp_path), "edited", more=dict.fromkeys(tensors, FACTORS), **fields)
-    with pytest.raises(UnsupportedModelError) as caught:
+    with pytest.raises(UnsupportedModelError, match=message):
         check_model(path)
-    assert message in str(caught.value)
 
 
 def test_windows_of_files_without_a_size(tmp_path):

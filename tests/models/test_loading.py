@@ -1,7 +1,6 @@
 """What a folder must hold, and how the rest is refused: by name, and all at once."""
 
 import os
-import re
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -13,10 +12,11 @@ import torch
 from compiled_kernels import compiled
 from family_checkpoints import edit_config, save_checkpoint
 from gguf_checkpoints import quantized_file
+from greedy_tokens import greedy_tokens
 from quantized_checkpoints import FORMS, write_pair
 from safetensors.torch import load_file, save_file
 
-from graphdecode import LLM, BucketConfig, SamplingParams
+from graphdecode import LLM, SamplingParams
 from graphdecode.engine.loading import load_runner
 from graphdecode.engine.prompts import PromptChunk, Prompts
 from graphdecode.kernels.native import library as native
@@ -33,20 +33,17 @@ from graphdecode.models import (
     resolve_dtype,
 )
 
-PROMPT = [[65, 66, 67, 68]]
-CONFIG = BucketConfig(max_batch_size=1, max_sequence_length=64)
 
-
-def answer(folder: Path) -> list[int]:
-    with LLM(folder, config=CONFIG, dtype="float32") as llm:
-        params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
-        return llm.generate(PROMPT, params)[0].outputs[0].token_ids
+def answer(folder: Path) -> list[list[int]]:
+    with LLM(folder, max_batch_size=1, max_sequence_length=64, dtype="float32") as llm:
+        return greedy_tokens(llm, [[65, 66, 67, 68]], 12)
 
 
 def test_shards_are_read_like_a_single_file(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
     save_checkpoint("qwen3", tmp_path, max_shard_size="60KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 2
-    assert answer(tmp_path) == answer(checkpoint("qwen3"))
+    sharded, single = (load_model(folder, device="cpu").constants for folder in (tmp_path, checkpoint("qwen3")))
+    assert all(map(torch.equal, sharded, single))
 
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen2-moe", "qwen3-moe"])
@@ -68,37 +65,28 @@ def test_names_may_lack_what_those_of_a_decoder_with_a_head_begin_with(checkpoin
     assert answer(tmp_path) == answer(checkpoint("qwen3-tied"))
 
 
+ACTIVATIONS = "hidden_act 'gelu' .*silu, swish"
 REFUSED = [
-    (
-        "granite-4-mamba",
-        {"layer_types": ["mamba", "conv", "mamba"]},
-        "layer_types must name 3 layers, each one of mamba",
-    ),
-    ("granite-4-experts", {"num_experts_per_tok": 7}, "num_experts_per_tok 7 is more than the 6 experts"),
-    ("bamba", {"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported; supported are silu, swish"),
-    ("qwen3.5", {"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported; supported are silu, swish"),
-    ("falcon-h1", {"mamba_d_ssm": 100}, "mamba_n_heads 8 of mamba_d_head 16 must make up 100"),
-    ("falcon-h1", {"ssm_multipliers": [1.0]}, "ssm_multipliers must be 5 numbers > 0, got"),
-    ("falcon-h1", {"ssm_in_multiplier": "a"}, "ssm_in_multiplier must be a number > 0, got 'a'"),
-    ("nemotron-h", {"layers_block_type": ["mlp", "moe"]}, "layers_block_type must name layers without experts, each"),
-    ("nemotron-h", {"layers_block_type": None, "hybrid_override_pattern": "M-E*"}, "hybrid_override_pattern must name"),
-    ("nemotron-h", {"mlp_hidden_act": "silu"}, "mlp_hidden_act 'silu' is not supported; supported are relu2"),
-    ("olmo-hybrid", {"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported; supported are silu, swish"),
-    (
-        "olmo-hybrid",
-        {"layer_types": ["full_attention"]},
-        "layer_types must name 3 layers, each one of linear_attention",
-    ),
-    ("gemma4-inputs", {"num_kv_shared_layers": 6}, "num_kv_shared_layers: no earlier layer of its kind has keys for"),
-    ("gemma4", {"per_layer_config": {"2": {"head_dim": 15}}}, "layer 2 has num_key_value_heads 2 and head_dim 15"),
-    ("gemma4", {"per_layer_config": [16]}, "per_layer_config must be an object of objects by layer, got [16]"),
-    ("gemma4", {"use_bidirectional_attention": "all"}, "use_bidirectional_attention is not supported"),
-    ("llama4", {"moe_layers": 3}, "moe_layers must be a list of layers, got 3"),
-    ("llama4", {"layer_types": [[1]]}, "layer_types must name 3 layers"),
-    ("bamba", {"attn_layer_indices": 3}, "attn_layer_indices must be a list of layers, got 3"),
-    ("bamba", {"attn_layer_indices": ["1"]}, "attn_layer_indices must be a list of layers, got ['1']"),
-    ("lfm2", {"layer_types": None, "full_attn_idxs": 3}, "full_attn_idxs must be a list of layers, got 3"),
-    ("llama4", {"no_rope_layers": [2]}, "no_rope_layers must be 3 zeros and ones, got [2]"),
+    ("granite-4-mamba", {"layer_types": ["mamba", "conv", "mamba"]}, "layer_types .* 3 .*conv"),
+    ("granite-4-experts", {"num_experts_per_tok": 7}, "num_experts_per_tok 7 .*6"),
+    *((name, {"hidden_act": "gelu"}, ACTIVATIONS) for name in ("bamba", "qwen3.5", "olmo-hybrid")),
+    ("falcon-h1", {"mamba_d_ssm": 100}, "mamba_n_heads 8 .*mamba_d_head 16 .*100"),
+    ("falcon-h1", {"ssm_multipliers": [1.0]}, r"ssm_multipliers .* 5 .*\[1\.0\]"),
+    ("falcon-h1", {"ssm_in_multiplier": "a"}, "ssm_in_multiplier .*'a'"),
+    ("nemotron-h", {"layers_block_type": ["mlp", "moe"]}, "layers_block_type .*moe"),
+    ("nemotron-h", {"layers_block_type": None, "hybrid_override_pattern": "M-E*"}, "hybrid_override_pattern .*M-E"),
+    ("nemotron-h", {"mlp_hidden_act": "silu"}, "mlp_hidden_act 'silu' .*relu2"),
+    ("olmo-hybrid", {"layer_types": ["full_attention"]}, "layer_types .* 3 .*full_attention"),
+    ("gemma4-inputs", {"num_kv_shared_layers": 6}, "num_kv_shared_layers"),
+    ("gemma4", {"per_layer_config": {"2": {"head_dim": 15}}}, "layer 2 .*num_key_value_heads 2 and head_dim 15"),
+    ("gemma4", {"per_layer_config": [16]}, r"per_layer_config .*\[16\]"),
+    ("gemma4", {"use_bidirectional_attention": "all"}, "use_bidirectional_attention"),
+    ("llama4", {"moe_layers": 3}, "moe_layers .*3"),
+    ("llama4", {"layer_types": [[1]]}, r"layer_types .* 3 .*\[\[1\]\]"),
+    ("bamba", {"attn_layer_indices": 3}, "attn_layer_indices .*3"),
+    ("bamba", {"attn_layer_indices": ["1"]}, r"attn_layer_indices .*\['1'\]"),
+    ("lfm2", {"layer_types": None, "full_attn_idxs": 3}, "full_attn_idxs .*3"),
+    ("llama4", {"no_rope_layers": [2]}, r"no_rope_layers .* 3 .*\[2\]"),
 ]
 
 
@@ -106,7 +94,7 @@ REFUSED = [
 def test_what_a_model_cannot_have_is_refused_by_name(tmp_path, name, changes, message):
     save_checkpoint(name, tmp_path)
     edit_config(tmp_path, lambda settings: settings.update(changes))
-    with pytest.raises(UnsupportedModelError, match=re.escape(message)):
+    with pytest.raises(UnsupportedModelError, match=message):
         describe_model(tmp_path)
 
 
@@ -209,9 +197,7 @@ def test_quantized_tensors_are_not_taken_for_weights(tmp_path: Path) -> None:
     tensors = load_file(tmp_path / "model.safetensors")
     tensors["model.layers.0.mlp.up_proj.weight"] = tensors["model.layers.0.mlp.up_proj.weight"].to(torch.float8_e4m3fn)
     save_file(tensors, tmp_path / "model.safetensors")
-    with pytest.raises(
-        CheckpointError, match=r"layers\.0\.mlp\.up_proj\.weight is F8_E4M3 and should be one of F64, F32"
-    ):
+    with pytest.raises(CheckpointError, match=r"layers\.0\.mlp\.up_proj\.weight is F8_E4M3 .*F64, F32"):
         load_model(tmp_path, device="cpu")
 
 
@@ -232,38 +218,17 @@ def test_a_pickle_is_never_read(tmp_path: Path) -> None:
         load_model(tmp_path, device="cpu")
 
 
-def test_a_damaged_file_is_named(tmp_path: Path) -> None:
-    save_checkpoint("llama-3", tmp_path)
-    (tmp_path / "model.safetensors").write_bytes(b"not at all")
-    with pytest.raises(CheckpointError, match=r"model\.safetensors"):
-        load_model(tmp_path, device="cpu")
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel is not supported: of its kind LlamaForCausalLM"),
-        ({"hidden_act": "relu"}, "hidden_act 'relu' is not supported; supported are silu"),
-        ({"rope_parameters": {"rope_type": "dynamic"}}, "'dynamic' is not .* default, linear"),
-        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor 0.5"),
-        ({"dtype": "int4"}, "dtype 'int4' is not supported"),
-        ({"hidden_size": None}, "hidden_size"),
+        ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel .*LlamaForCausalLM"),
+        ({"hidden_act": "relu"}, "hidden_act 'relu' .*silu"),
     ],
 )
-def test_what_is_not_supported_is_said_with_what_is(tmp_path: Path, change: dict, message: str) -> None:
-    def apply(settings: dict) -> None:
-        for key, value in change.items():
-            settings.pop(key) if value is None else settings.update({key: value})
-
+def test_an_unsupported_configuration_names_its_file_and_what_is_supported(tmp_path, change, message):
     save_checkpoint("llama-3", tmp_path)
-    edit_config(tmp_path, apply)
-    with pytest.raises(UnsupportedModelError, match=message) as caught:
-        load_model(tmp_path, device="cpu")
-    assert "config.json" in str(caught.value)
-
-
-def test_an_empty_folder_says_what_it_lacks(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedModelError, match=r"config\.json"):
+    edit_config(tmp_path, lambda settings: settings.update(change))
+    with pytest.raises(UnsupportedModelError, match=rf"config\.json: .*{message}"):
         load_model(tmp_path, device="cpu")
 
 
@@ -307,28 +272,25 @@ def test_auto_takes_the_dtype_of_the_checkpoint_where_the_chosen_instructions_ar
 
 
 def test_int8_weights_answer_like_full_ones() -> None:
-    with LLM("demo", config=CONFIG, quantize="int8") as llm:
+    with LLM("demo", max_batch_size=1, max_sequence_length=64, quantize="int8") as llm:
         assert llm.generate("417+385=", SamplingParams(temperature=0.0))[0].outputs[0].text == "802"
         assert llm.model.weight_bytes < 1.2e6
 
 
 def test_bf16_weights_answer_like_full_ones() -> None:
-    with LLM("demo", config=CONFIG, dtype="bfloat16") as llm:
+    with LLM("demo", max_batch_size=1, max_sequence_length=64, dtype="bfloat16") as llm:
         assert llm.generate("rev graph=", SamplingParams(temperature=0.0))[0].outputs[0].text == "hparg"
 
 
 def test_a_shape_is_loaded_with_random_weights() -> None:
     model = load_model("shape:llama-100m", device="cpu", max_sequence_length=16)
     assert model.num_layers == 12
-    with pytest.raises(
-        ValueError, match=r"unknown shape 'shape:llama-10m'; known are .*; did you mean 'shape:llama-100m'\?"
-    ):
+    with pytest.raises(ValueError, match="'shape:llama-10m'.*'shape:llama-100m'"):
         load_model("shape:llama-10m", device="cpu")
 
 
 SMALL: dict[str, Any] = {"max_batch_size": 2, "max_sequence_length": 64, "device": "cpu"}
 PROMPTS = [[5, 6, 7], [100, 30]]
-GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 
 
 @pytest.fixture
@@ -402,8 +364,7 @@ def test_activations_beyond_float16_are_told_and_computed_in_float32(beyond: Pat
         llm = LLM(beyond, skip_tokenizer_init=True, tensor_parallel_size=ranks, **SMALL)
     with llm, LLM(beyond, skip_tokenizer_init=True, dtype="float32", **SMALL) as wide:
         assert llm.model.dtype == torch.float32
-        found, expected = ([o.outputs[0].token_ids for o in each.generate(PROMPTS, GREEDY)] for each in (llm, wide))
-        assert found == expected
+        assert greedy_tokens(llm, PROMPTS, 8) == greedy_tokens(wide, PROMPTS, 8)
 
 
 @compiled
@@ -445,7 +406,7 @@ def test_logits_are_probed_at_positions_that_the_model_has(blocks: Path, monkeyp
 @compiled
 def test_activations_beyond_float16_are_an_error_where_it_is_asked_for_and_never_an_answer(beyond: Path) -> None:
     with LLM(beyond, skip_tokenizer_init=True, dtype="float16", **SMALL) as llm:
-        for output in llm.generate(PROMPTS, GREEDY):
+        for output in llm.generate(PROMPTS, SamplingParams(temperature=0.0, max_tokens=8)):
             assert "dtype='float32' computes what goes beyond" in str(output.error)
 
 

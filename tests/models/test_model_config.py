@@ -8,39 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from command_line import run_python
-from transformers import (
-    Gemma2Config,
-    Gemma3TextConfig,
-    GptOssConfig,
-    GraniteConfig,
-    LlamaConfig,
-    MistralConfig,
-    MixtralConfig,
-    Olmo2Config,
-    Olmo3Config,
-    Phi3Config,
-    Qwen2Config,
-    Qwen2MoeConfig,
-    Qwen3Config,
-    Qwen3MoeConfig,
-    SmolLM3Config,
-)
-from transformers.models.gemma2.modeling_gemma2 import Gemma2ForCausalLM
-from transformers.models.gemma3.modeling_gemma3 import Gemma3ForCausalLM
-from transformers.models.gpt_oss.modeling_gpt_oss import GptOssForCausalLM
-from transformers.models.granite.modeling_granite import GraniteForCausalLM
-from transformers.models.llama.modeling_llama import LlamaForCausalLM
-from transformers.models.mistral.modeling_mistral import MistralForCausalLM
-from transformers.models.mixtral.modeling_mixtral import MixtralForCausalLM
-from transformers.models.olmo2.modeling_olmo2 import Olmo2ForCausalLM
-from transformers.models.olmo3.modeling_olmo3 import Olmo3ForCausalLM
-from transformers.models.phi3.modeling_phi3 import Phi3ForCausalLM
-from transformers.models.qwen2.modeling_qwen2 import Qwen2ForCausalLM
-from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeForCausalLM
-from transformers.models.qwen3.modeling_qwen3 import Qwen3ForCausalLM
-from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeForCausalLM
-from transformers.models.smollm3.modeling_smollm3 import SmolLM3ForCausalLM
 
 from graphdecode import LLM, GraphdecodeError
 from graphdecode.linear.weight_form import Stored
@@ -49,23 +18,11 @@ from graphdecode.models.family import family_of
 from graphdecode.models.weight_map import parts
 from graphdecode.text import load_tokenizer
 
-CLASSES = {
-    "LlamaForCausalLM": (LlamaConfig, LlamaForCausalLM),
-    "MistralForCausalLM": (MistralConfig, MistralForCausalLM),
-    "Qwen2ForCausalLM": (Qwen2Config, Qwen2ForCausalLM),
-    "Qwen3ForCausalLM": (Qwen3Config, Qwen3ForCausalLM),
-    "MixtralForCausalLM": (MixtralConfig, MixtralForCausalLM),
-    "Qwen2MoeForCausalLM": (Qwen2MoeConfig, Qwen2MoeForCausalLM),
-    "Qwen3MoeForCausalLM": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
-    "GptOssForCausalLM": (GptOssConfig, GptOssForCausalLM),
-    "Gemma2ForCausalLM": (Gemma2Config, Gemma2ForCausalLM),
-    "Gemma3ForCausalLM": (Gemma3TextConfig, Gemma3ForCausalLM),
-    "Phi3ForCausalLM": (Phi3Config, Phi3ForCausalLM),
-    "Olmo2ForCausalLM": (Olmo2Config, Olmo2ForCausalLM),
-    "Olmo3ForCausalLM": (Olmo3Config, Olmo3ForCausalLM),
-    "SmolLM3ForCausalLM": (SmolLM3Config, SmolLM3ForCausalLM),
-    "GraniteForCausalLM": (GraniteConfig, GraniteForCausalLM),
-}
+KINDS = (
+    *("Llama", "Mistral", "Qwen2", "Qwen3", "Mixtral", "Qwen2Moe", "Qwen3Moe", "GptOss", "Gemma2", "Gemma3", "Phi3"),
+    *("Olmo2", "Olmo3", "SmolLM3", "Granite"),
+)
+CLASSES = {f"{kind}ForCausalLM": getattr(transformers, f"{kind}ForCausalLM") for kind in KINDS}
 _ACTIVATIONS = {"silu": ("silu", "swiglu_clamped"), "gelu_pytorch_tanh": ("gelu_tanh",)}
 NEEDED = {
     "vocab_size": 100,
@@ -81,9 +38,9 @@ BIASES: list[dict[str, Any]] = [{}, {"attention_bias": True}, {"mlp_bias": True}
 @pytest.mark.parametrize("architecture", CLASSES)
 def test_a_model_has_the_tensors_that_it_has_in_transformers(architecture: str, changes: dict[str, Any]) -> None:
     settings = {**NEEDED, **changes}
-    config_class, model_class = CLASSES[architecture]
+    model_class = CLASSES[architecture]
     with torch.device("meta"):
-        model = model_class(config_class.from_dict({**settings, "pad_token_id": None}))
+        model = model_class(model_class.config_class.from_dict({**settings, "pad_token_id": None}))
     tensors = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     config = config_of({"architectures": [architecture], **settings})
     stored = {name: Stored(shape, "F32") for name, shape in tensors.items()}
@@ -93,7 +50,7 @@ def test_a_model_has_the_tensors_that_it_has_in_transformers(architecture: str, 
 @pytest.mark.parametrize("architecture", CLASSES)
 def test_what_a_configuration_leaves_out_is_what_transformers_takes(architecture: str) -> None:
     ours = config_of({"architectures": [architecture], **NEEDED})
-    theirs = CLASSES[architecture][0].from_dict(dict(NEEDED))
+    theirs = CLASSES[architecture].config_class.from_dict(dict(NEEDED))
     assert ours.num_key_value_heads == theirs.num_key_value_heads
     assert ours.max_position_embeddings == theirs.max_position_embeddings
     assert ours.rms_norm_eps == theirs.rms_norm_eps
@@ -133,7 +90,7 @@ def test_what_a_configuration_leaves_out_is_what_transformers_takes(architecture
 )
 def test_qwen_windows_only_the_layers_that_transformers_windows(architecture: str, changes: dict[str, Any]) -> None:
     ours = config_of({"architectures": [architecture], **NEEDED, **changes})
-    theirs = CLASSES[architecture][0].from_dict({**NEEDED, **changes})
+    theirs = CLASSES[architecture].config_class.from_dict({**NEEDED, **changes})
     windowed = [kind == "sliding_attention" and theirs.sliding_window is not None for kind in theirs.layer_types]
     assert ours.windows == tuple(theirs.sliding_window - 1 if windows else -1 for windows in windowed)
 
@@ -149,7 +106,7 @@ def test_some_layers_may_have_no_experts() -> None:
 @pytest.mark.parametrize("architecture", ["Gemma2ForCausalLM", "Gemma3ForCausalLM"])
 def test_gemma_scales_and_caps_what_transformers_does(architecture: str, changes: dict[str, Any]) -> None:
     ours = config_of({"architectures": [architecture], **NEEDED, **changes, "query_pre_attn_scalar": 144})
-    theirs = CLASSES[architecture][0].from_dict({**NEEDED, **changes})
+    theirs = CLASSES[architecture].config_class.from_dict({**NEEDED, **changes})
     assert (ours.sm_scale, ours.embedding_scale) == (144**-0.5, 4096**0.5)
     assert ours.head_dim == theirs.head_dim
     assert ours.attention_soft_cap == (theirs.attn_logit_softcapping or 0.0)
@@ -169,7 +126,7 @@ def test_gemma_scales_and_caps_what_transformers_does(architecture: str, changes
 def test_two_kinds_of_layers_have_the_ropes_that_transformers_gives_them(architecture, changes):
     kinds = ["sliding_attention", "full_attention"] * 2
     ours = config_of({"architectures": [architecture], **NEEDED, **copy.deepcopy(changes), "layer_types": kinds})
-    theirs = CLASSES[architecture][0].from_dict({**NEEDED, **copy.deepcopy(changes), "layer_types": kinds})
+    theirs = CLASSES[architecture].config_class.from_dict({**NEEDED, **copy.deepcopy(changes), "layer_types": kinds})
     for kind, rope in zip(kinds, ours.layer_ropes, strict=True):
         expected = theirs.rope_parameters[kind]
         assert rope is not None
@@ -179,15 +136,10 @@ def test_two_kinds_of_layers_have_the_ropes_that_transformers_gives_them(archite
 
 def test_granites_multipliers_are_scales() -> None:
     names = ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")
-    config = config_of(
-        {"architectures": ["GraniteForCausalLM"], **NEEDED, **dict(zip(names, (12.0, 0.5, 0.25, 8.0), strict=True))}
-    )
-    assert (config.embedding_scale, config.sm_scale, config.residual_scale, config.logits_scale) == (
-        12.0,
-        0.5,
-        0.25,
-        0.125,
-    )
+    stated = dict(zip(names, (12.0, 0.5, 0.25, 8.0), strict=True))
+    config = config_of({"architectures": ["GraniteForCausalLM"], **NEEDED, **stated})
+    scales = (config.embedding_scale, config.sm_scale, config.residual_scale, config.logits_scale)
+    assert scales == (12.0, 0.5, 0.25, 0.125)
 
 
 @pytest.mark.parametrize(("window", "expected"), [(None, -1), (1, 0), (4096, 4095)])
@@ -214,36 +166,31 @@ def test_an_answer_may_end_in_several_ways(eos: object, expected: tuple[int, ...
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"architectures": None}, "architecture None is not supported; supported are LlamaForCausalLM, Mistral"),
-        ({"architectures": []}, "architecture .* is not supported"),
-        ({"hidden_size": None}, "hidden_size is missing"),
-        ({"hidden_size": "4096"}, "hidden_size must be an integer >= 1, got '4096'"),
-        ({"num_hidden_layers": 0}, "num_hidden_layers must be an integer >= 1, got 0"),
-        ({"num_key_value_heads": 5}, "num_attention_heads 32 must be a multiple of num_key_value_heads 5"),
-        ({"head_dim": 65}, "head_dim 65 is odd"),
-        ({"hidden_act": None}, "hidden_act is missing; supported are silu"),
-        ({"hidden_act": "relu2"}, "hidden_act 'relu2' is not supported; supported are silu"),
-        ({"rms_norm_eps": 0}, "rms_norm_eps must be a number > 0, got 0"),
-        ({"eos_token_id": "</s>"}, "eos_token_id must be a token id or a list of them, got '</s>'"),
-        ({"quantization_config": {"quant_method": "gptq"}}, r"quantization_config \(gptq\) is not supported"),
-        ({"architectures": ["MistralForCausalLM"], "sliding_window": -1}, "sliding_window must be an integer >= 1"),
-        (
-            {"architectures": ["MixtralForCausalLM"], "num_experts_per_tok": 9},
-            "num_experts_per_tok 9 is more than the 8",
-        ),
-        ({"architectures": ["Qwen2MoeForCausalLM"], "mlp_only_layers": 3}, "mlp_only_layers must be a list of layers"),
-        (
-            {"architectures": ["GptOssForCausalLM"], "swiglu_limit": "7"},
-            "swiglu_limit must be a number > 0",
-        ),
-        ({"architectures": ["Gemma2ForCausalLM"], "hidden_act": "silu", "hidden_activation": "relu"}, "'relu' is not"),
+        ({"architectures": None}, "architecture None"),
+        ({"architectures": []}, "architecture "),
+        ({"hidden_size": None}, "hidden_size"),
+        ({"hidden_size": "4096"}, "hidden_size .*'4096'"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers .*0"),
+        ({"num_key_value_heads": 5}, "num_attention_heads 32 .*num_key_value_heads 5"),
+        ({"head_dim": 65}, "head_dim 65"),
+        ({"hidden_act": None}, "hidden_act .*silu"),
+        ({"hidden_act": "relu2"}, "hidden_act 'relu2' .*silu"),
+        ({"dtype": "int4"}, "dtype 'int4'"),
+        ({"rms_norm_eps": 0}, "rms_norm_eps .*0"),
+        ({"eos_token_id": "</s>"}, "eos_token_id .*'</s>'"),
+        ({"quantization_config": {"quant_method": "gptq"}}, r"quantization_config \(gptq\)"),
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": -1}, "sliding_window .*-1"),
+        ({"architectures": ["MixtralForCausalLM"], "num_experts_per_tok": 9}, "num_experts_per_tok 9 .*8"),
+        ({"architectures": ["Qwen2MoeForCausalLM"], "mlp_only_layers": 3}, "mlp_only_layers .*3"),
+        ({"architectures": ["GptOssForCausalLM"], "swiglu_limit": "7"}, "swiglu_limit .*'7'"),
+        ({"architectures": ["Gemma2ForCausalLM"], "hidden_act": "silu", "hidden_activation": "relu"}, "'relu'"),
         ({"architectures": ["Gemma3ForCausalLM"], "use_bidirectional_attention": True}, "use_bidirectional_attention"),
-        ({"architectures": ["Gemma2ForCausalLM"], "query_pre_attn_scalar": 0}, "query_pre_attn_scalar must be"),
-        ({"architectures": ["GraniteForCausalLM"], "logits_scaling": 0}, "logits_scaling must be a number > 0, got 0"),
-        ({"architectures": ["SmolLM3ForCausalLM"], "no_rope_layers": [1, 0]}, "no_rope_layers must be 4 zeros and one"),
+        ({"architectures": ["Gemma2ForCausalLM"], "query_pre_attn_scalar": 0}, "query_pre_attn_scalar .*0"),
+        ({"architectures": ["GraniteForCausalLM"], "logits_scaling": 0}, "logits_scaling .*0"),
+        ({"architectures": ["SmolLM3ForCausalLM"], "no_rope_layers": [1, 0]}, r"no_rope_layers .*\[1, 0\]"),
         (
-            {"architectures": ["Qwen3ForCausalLM"], "use_sliding_window": True, "layer_types": ["full_attention"]},
-            "layer_types must name 4 layers",
+            {"architectures": ["Qwen3ForCausalLM"], "use_sliding_window": True, "layer_types": ["a"]},
+            "layer_types .* 4 ",
         ),
     ],
 )
@@ -273,11 +220,8 @@ def refusal(model: str | Path) -> str:
 
 
 def test_a_file_of_weights_is_answered_by_the_folder_to_give(folder: Path) -> None:
-    assert f"give {str(folder)!r}, the one that holds it" in refusal(folder / "model.safetensors")
-
-
-def test_another_file_is_no_folder(folder: Path) -> None:
-    assert "is not a folder but a file" in refusal(folder / "tokenizer.json")
+    assert repr(str(folder)) in refusal(folder / "model.safetensors")
+    assert "tokenizer.json" in refusal(folder / "tokenizer.json")
 
 
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json", "model.safetensors", "tokenizer.json"])
@@ -308,15 +252,10 @@ def test_weights_that_were_cut_are_told_by_their_sizes(folder: Path, share: floa
         assert f"{len(whole)} bytes are expected" in said
 
 
-def test_an_empty_folder_is_called_empty(tmp_path: Path) -> None:
-    assert refusal(tmp_path) == (
-        f"{tmp_path} is empty; a checkpoint folder holds config.json, safetensors and a tokenizer"
-    )
-
-
-def test_a_folder_of_other_things_is_named_with_what_it_holds(tmp_path: Path) -> None:
+def test_a_folder_without_a_configuration_is_named_with_what_it_holds(tmp_path: Path) -> None:
+    assert f"{tmp_path} is empty" in refusal(tmp_path)
     (tmp_path / "notes.txt").write_text("none")
-    assert "holds no config.json but notes.txt" in refusal(tmp_path)
+    assert "config.json but notes.txt" in refusal(tmp_path)
 
 
 def test_an_adapter_is_called_one(tmp_path: Path) -> None:

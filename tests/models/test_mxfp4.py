@@ -6,11 +6,12 @@ import pytest
 import torch
 from family_checkpoints import edit_config, save_checkpoint
 from gguf import GGMLQuantizationType, quants
+from greedy_tokens import greedy_tokens
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from graphdecode import LLM, SamplingParams
+from graphdecode import LLM
 from graphdecode.kernels.native import library as native
 from graphdecode.linear.quantization.groups import Groups
 from graphdecode.linear.weight_form import Shard
@@ -55,11 +56,10 @@ def test_the_weights_are_those_that_transformers_makes_of_the_blocks(folders: tu
 
 
 def test_it_answers_through_captured_graphs(folders: tuple[Path, Path]) -> None:
-    params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
     answers = []
     for folder in folders:
         with LLM(folder, dtype="float32", max_batch_size=2, max_sequence_length=64) as llm:
-            answers.append([output.outputs[0].token_ids for output in llm.generate([[65, 66], [67] * 9], params)])
+            answers.append(greedy_tokens(llm, [[65, 66], [67] * 9], 8))
     assert answers[0] == answers[1]
 
 

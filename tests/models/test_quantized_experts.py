@@ -10,19 +10,19 @@ import torch
 from compiled_kernels import compiled
 from driven_decoder import DrivenDecoder
 from gguf_checkpoints import quantized_file, random_model
+from greedy_tokens import greedy_tokens
 from quantized_checkpoints import FORMS, write_pair
 from safetensors.torch import load_file, save_file
 from test_mxfp4 import folders  # noqa: F401 (a fixture)
 from torch import Tensor
 
-from graphdecode import LLM, SamplingParams
+from graphdecode import LLM
 from graphdecode.linear.experts import ExpertPanels, PlainExperts
 from graphdecode.linear.quantization.compressed_tensors import GROUP_QUANTIZATIONS, quantized_groups
 from graphdecode.models import Decoder, load_model
 from graphdecode.models.blocks import Experts, SparseMlp
 
 pytestmark = compiled
-GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 TEXTS = [[65, 66, 67], [68] * 37]
 BITS = {"Q4_0": 4.5, "Q5_0": 5.5, "Q8_0": 8.5, "MXFP4": 4.5}
 
@@ -32,8 +32,12 @@ def experts_in(model: Decoder) -> list[Experts]:
     return [layer.mlp.experts for layer in model.layers if isinstance(layer.mlp, SparseMlp)]
 
 
+def bytes_of(form: ExpertPanels) -> int:
+    return sum(part.nbytes for part in form.weight if isinstance(part, Tensor))
+
+
 @torch.no_grad()
-def logits(model: Decoder) -> torch.Tensor:
+def logits(model: Decoder) -> Tensor:
     """Return the logits of a step behind two prompts."""
     driven = DrivenDecoder(model, rows=2)
     driven.prefill(TEXTS, [0, 0])
@@ -60,14 +64,12 @@ def test_those_of_a_gguf_file_keep_their_blocks(tmp_path: Path, name: str, gate_
         for form, block_type, count in ((experts.gate_up, gate_up, 2 * values), (experts.down, down, values)):
             assert isinstance(form, ExpertPanels)
             assert form.layout == "blocks"
-            assert sum(part.nbytes for part in form.weight if isinstance(part, torch.Tensor)) <= (
-                BITS[block_type] / 8 * count + 32
-            )
-    sizes = [sum(tensor.nbytes for tensor in model.constants) for model in (kept, plain)]
-    of_experts = [
-        sum(tensor.nbytes for experts in experts_in(model) for tensor in experts.tensors) for model in (kept, plain)
-    ]
-    assert sizes[0] - of_experts[0] == sizes[1] - of_experts[1]  # nothing is held beside them
+            assert bytes_of(form) <= BITS[block_type] / 8 * count + 32
+    beside = []
+    for model in (kept, plain):
+        of_experts = sum(tensor.nbytes for experts in experts_in(model) for tensor in experts.tensors)
+        beside.append(sum(tensor.nbytes for tensor in model.constants) - of_experts)
+    assert beside[0] == beside[1]  # no copy of the experts
 
 
 def test_a_gate_in_another_type_is_undone_with_what_it_is_for(tmp_path: Path) -> None:
@@ -90,7 +92,7 @@ def test_those_of_gpt_oss_keep_four_bits(folders: tuple[Path, Path], dtype: str)
         for form, count in ((experts.gate_up, 2 * values), (experts.down, values)):
             assert isinstance(form, ExpertPanels)
             assert form.layout == "groups"
-            assert sum(part.nbytes for part in form.weight if isinstance(part, torch.Tensor)) <= 4.5 / 8 * count + 32
+            assert bytes_of(form) <= 4.5 / 8 * count + 32
 
 
 @pytest.mark.parametrize(
@@ -118,18 +120,9 @@ def test_they_answer_through_captured_graphs(tmp_path: Path) -> None:
     for folder in write_pair(FORMS["int4 group"], tmp_path, "mixtral"):
         with LLM(folder, dtype="float32", max_batch_size=4, max_sequence_length=64, batch_invariant=True) as llm:
             assert llm.graphs.backend == "recorded"
-            outputs = llm.generate([[65, 66], [67] * 9, [70]], GREEDY) + llm.generate([[67] * 9], GREEDY)
-            answers.append([output.outputs[0].token_ids for output in outputs])
+            answers.append(greedy_tokens(llm, [[65, 66], [67] * 9, [70]], 12) + greedy_tokens(llm, [[67] * 9], 12))
     assert answers[0] == answers[1]
     assert answers[0][1] == answers[0][3]
-
-
-@torch.no_grad()
-def logits_of(model: Decoder) -> Tensor:
-    """Return the logits_of of a step behind two prompts."""
-    driven = DrivenDecoder(model, rows=2)
-    driven.prefill(TEXTS, [0, 0])
-    return driven.decode([70, 71], [len(text) for text in TEXTS])
 
 
 def undone(weight: Tensor, quantize: str) -> Tensor:
@@ -179,12 +172,8 @@ def test_a_model_is_the_one_whose_matrices_were_rounded_before(tmp_path, name, q
     )
     kept = load_model(tmp_path / "plain", device="cpu", dtype="float32", quantize=quantize)
     expected = load_model(tmp_path / "rounded", device="cpu", dtype="float32")
-    assert all(
-        type(each) is ExpertPanels
-        for layer in kept.layers
-        for each in (layer.mlp.experts.gate_up, layer.mlp.experts.down)
-    )
-    torch.testing.assert_close(logits_of(kept), logits_of(expected), rtol=3e-4, atol=3e-4)
+    assert all(type(each) is ExpertPanels for own in experts_in(kept) for each in (own.gate_up, own.down))
+    torch.testing.assert_close(logits(kept), logits(expected), rtol=3e-4, atol=3e-4)
     plain = load_model(tmp_path / "plain", device="cpu", dtype="float32")
     assert isinstance(plain.layers[0].mlp.experts.down, PlainExperts)
-    assert (logits_of(plain) - logits_of(expected)).abs().max() > 1e-3  # and it is another than the plain one
+    assert (logits(plain) - logits(expected)).abs().max() > 1e-3  # and it is another than the plain one

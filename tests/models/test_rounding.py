@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from greedy_tokens import greedy_tokens, reference_tokens
 from test_against_transformers import STEPS, decoded_logits, texts
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -66,13 +67,6 @@ def prompts() -> list[list[int]]:
 
 
 @torch.no_grad()
-def greedy(model: torch.nn.Module, prompt: list[int]) -> list[int]:
-    ids = torch.tensor([prompt])
-    given = {"attention_mask": torch.ones_like(ids), "max_new_tokens": NEW_TOKENS, "do_sample": False}
-    return model.generate(ids, **given, pad_token_id=0)[0, len(prompt) :].tolist()
-
-
-@torch.no_grad()
 def logits_along(model: torch.nn.Module, prompt: list[int], answer: list[int]) -> torch.Tensor:
     """The logits from which each token of an answer was chosen, [tokens, vocabulary]."""
     return model(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1]
@@ -87,7 +81,7 @@ def test_where_texts_part_from_transformers_the_two_tokens_are_near_ties(checkpo
         outputs = llm.generate(prompts(), params, use_tqdm=False)
     parted, gaps = 0, []
     for output in outputs:
-        ours, other = output.outputs[0].token_ids, greedy(theirs, output.prompt_token_ids)
+        ours, other = output.outputs[0].token_ids, reference_tokens(theirs, output.prompt_token_ids, NEW_TOKENS)
         logits = logits_along(exact, output.prompt_token_ids, ours)
         tie = NEAR_TIE * float(logits.abs().max())
         best = logits.max(-1).values
@@ -108,16 +102,13 @@ def test_where_texts_part_from_those_without_speculation_the_two_tokens_are_near
     """A product of the rows' eight queries may round otherwise than one of a query each."""
     rng = random.Random(9)
     repeating = [[rng.randrange(256) for _ in range(rng.randrange(2, 6))] * rng.randrange(2, 6) for _ in range(8)]
-    prompts = [{"prompt_token_ids": prompt} for prompt in repeating]
-    params = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True)
     limits: dict[str, Any] = {"dtype": "bfloat16", "max_batch_size": 4, "max_sequence_length": 96, "page_size": 8}
     limits["steps_per_launch"] = settings.get("steps_per_launch", 1)
     drafting = {"method": "ngram", "num_tokens": settings["num_tokens"], "ngram_min": 1}
     answers = []
     for speculation in (None, drafting):
         with LLM(checkpoint("qwen3"), speculation=speculation, **limits) as llm:
-            found = llm.generate(prompts, params, use_tqdm=False)
-            answers.append([output.outputs[0].token_ids for output in found])
+            answers.append(greedy_tokens(llm, repeating, NEW_TOKENS))
             accepted = llm.stats.spec_decode_num_accepted_tokens
     assert accepted > NEW_TOKENS
     exact = AutoModelForCausalLM.from_pretrained(checkpoint("qwen3"), dtype=torch.float32).eval()

@@ -18,6 +18,7 @@ import torch
 from compiled_kernels import compiled
 from driven_decoder import DrivenDecoder
 from gguf_checkpoints import ARCHITECTURES, quantized_file
+from products import product
 from quantized_checkpoints import FORMS, write_pair
 from test_against_transformers import PARAMS, assert_greedy, prompts, reference
 
@@ -33,7 +34,7 @@ from graphdecode.linear.experts import ExpertPanels
 from graphdecode.linear.forms import load_linear
 from graphdecode.linear.linear_choice import LinearTuner
 from graphdecode.linear.quantized_linear import PanelLinear
-from graphdecode.linear.weight_form import FormOptions, LinearNames, Shard, Stored, WeightForm
+from graphdecode.linear.weight_form import FormOptions, LinearNames, Shard, Stored
 from graphdecode.models import Model, load_model
 from graphdecode.models.adapters import Adapter
 from graphdecode.models.blocks import Norm
@@ -297,10 +298,7 @@ def test_a_row_in_parts_is_rounded_to_int8_as_the_whole(checkpoint: Callable[[st
     def columns(shared: Collectives | None) -> torch.Tensor:
         found = load_model(path, device="cpu", dtype="float32", quantize="int8", shared=shared)
         down = found.layers[1].linears["down"]
-        form = down.form if isinstance(down, RowParallelLinear) else down
-        values = torch.empty(form.in_features, form.out_features)
-        form.apply(values, torch.eye(form.in_features))
-        return values
+        return product(down.form if isinstance(down, RowParallelLinear) else down)
 
     assert torch.equal(torch.cat(on_all_ranks(2, columns)), columns(None))
 
@@ -323,12 +321,6 @@ def test_columns_in_gptq_s_own_order_are_refused_by_name(tmp_path: Path) -> None
 
 OPTIONS = FormOptions(torch.device("cpu"), torch.float32, LinearTuner())
 RANKS = 2
-
-
-def product(form: WeightForm, x: torch.Tensor) -> torch.Tensor:
-    out = torch.empty(x.shape[0], form.out_features)
-    form.apply(out, x)
-    return out
 
 
 @pytest.mark.parametrize("name", ["llama-3", "llama-biases", "qwen2", "qwen3-tied"])

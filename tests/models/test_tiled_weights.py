@@ -11,6 +11,7 @@ import pytest
 import torch
 from driven_decoder import DrivenDecoder
 from gguf_checkpoints import quantized_file, random_model
+from products import product
 from quantized_checkpoints import FORMS, write_pair
 from test_gguf_blocks import values
 from test_quantized_experts import experts_in, logits
@@ -46,13 +47,6 @@ def forms_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TiledLinear, "why_not", classmethod(lambda _form, _options: ""))
     properties = SimpleNamespace(multi_processor_count=132, major=9)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _device: properties)
-
-
-def product(form: WeightForm) -> torch.Tensor:
-    """What a form makes of the unit matrix: its weight, transposed, in float32."""
-    out = torch.empty(form.in_features, form.out_features)
-    form.apply(out, torch.eye(form.in_features))
-    return out
 
 
 def fused_products(form: WeightForm, x: torch.Tensor, gain: torch.Tensor) -> list[torch.Tensor]:

@@ -6,12 +6,14 @@ import re
 import shutil
 import sys
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from driven_decoder import DrivenDecoder
+from greedy_tokens import greedy_tokens, reference_tokens
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
@@ -28,7 +30,6 @@ from transformers import (
     Qwen2Config,
     Qwen3VLMoeConfig,
     T5Config,
-    T5ForConditionalGeneration,
     ViTConfig,
 )
 
@@ -58,14 +59,7 @@ DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
 @pytest.fixture(scope="module")
 def adopted(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """Return the folder of an architecture's checkpoint, written at its first use."""
-    folders: dict[str, Path] = {}
-
-    def folder_of(name: str) -> Path:
-        if name not in folders:
-            folders[name] = save_random(ADOPTED[name](TINY), tmp_path_factory.mktemp(name))
-        return folders[name]
-
-    return folder_of
+    return cache(lambda name: save_random(ADOPTED[name](TINY), tmp_path_factory.mktemp(name)))
 
 
 def prompts() -> list[list[int]]:
@@ -77,19 +71,11 @@ def prompts() -> list[list[int]]:
 
 def answers_of_transformers(folder: Path) -> list[list[int]]:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    answers = []
-    for prompt in prompts():
-        ids = torch.tensor([prompt])
-        made = model.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0
-        )
-        answers.append(made[0, len(prompt) :].tolist())
-    return answers
+    return [reference_tokens(model, prompt, NEW_TOKENS) for prompt in prompts()]
 
 
 def tokens_of(llm: LLM) -> list[list[int]]:
-    params = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True)
-    return [list(output.outputs[0].token_ids) for output in llm.generate(prompts(), params, use_tqdm=False)]
+    return greedy_tokens(llm, prompts(), NEW_TOKENS)
 
 
 @pytest.mark.parametrize("name", ADOPTED)
@@ -191,12 +177,9 @@ def test_a_familys_model_runs_either_way(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "why"),
     [
-        (
-            GPTJConfig(vocab_size=259, n_embd=64, n_layer=1, n_head=4, rotary_dim=8),
-            "calls attention through its AttentionInter",
-        ),
-        (BloomConfig(vocab_size=259, hidden_size=64, n_layer=1, n_head=4), "takes no position_ids"),
-        (BartConfig(vocab_size=259, d_model=64, encoder_layers=1, decoder_layers=1), "takes no position_ids"),
+        (GPTJConfig(vocab_size=259, n_embd=64, n_layer=1, n_head=4, rotary_dim=8), "AttentionInterface"),
+        (BloomConfig(vocab_size=259, hidden_size=64, n_layer=1, n_head=4), "position_ids"),
+        (BartConfig(vocab_size=259, d_model=64, encoder_layers=1, decoder_layers=1), "position_ids"),
     ],
     ids=lambda given: type(given).__name__ if not isinstance(given, str) else "",
 )
@@ -212,30 +195,21 @@ def test_what_needs_another_cache_is_refused_before_its_weights_are_read(tmp_pat
 @pytest.mark.parametrize(
     ("config", "architecture", "why"),
     [
-        (
-            Qwen3VLMoeConfig(),
-            "Qwen3VLMoeForConditionalGeneration",
-            "has no causal decoder for {}: it reads images, and models",
-        ),
-        (MllamaConfig(), "MllamaForConditionalGeneration", "{} is not supported: it reads images, and models of text"),
-        (BertConfig(), "BertForMaskedLM", "{} is an encoder, whose tokens see those behind them: it generates no text"),
-        (BertConfig(), "BertLMHeadModel", "{} is an encoder, whose tokens see those behind them: it generates no text"),
-        (Qwen2AudioConfig(), "Qwen2AudioForConditionalGeneration", "for {}: it reads sound, and models of text alone"),
-        (ViTConfig(), "ViTForImageClassification", "has no causal decoder for {}: only causal decoders are run"),
-        (Qwen2Config(), "Qwen2Model", "{} is not supported: of its kind Qwen2ForCausalLM is what generates text"),
+        (Qwen3VLMoeConfig(), "Qwen3VLMoeForConditionalGeneration", "images"),
+        (MllamaConfig(), "MllamaForConditionalGeneration", "images"),
+        (BertConfig(), "BertForMaskedLM", "encoder"),
+        (BertConfig(), "BertLMHeadModel", "encoder"),
+        (Qwen2AudioConfig(), "Qwen2AudioForConditionalGeneration", "sound"),
+        (ViTConfig(), "ViTForImageClassification", "only causal decoders"),
+        (Qwen2Config(), "Qwen2Model", "Qwen2ForCausalLM"),
+        (T5Config(), "T5ForConditionalGeneration", "encoder and a decoder"),
     ],
-    ids=lambda given: given if isinstance(given, str) and "{" not in given else "",
+    ids=lambda given: given if isinstance(given, str) else "",
 )
-def test_what_is_no_causal_decoder_of_text_is_told_so_in_whole_words(tmp_path, config, architecture, why):
+def test_what_is_no_causal_decoder_of_text_is_refused_with_the_reason(tmp_path, config, architecture, why):
     config.architectures = [architecture]
     config.save_pretrained(tmp_path)
-    with pytest.raises(UnsupportedModelError, match=re.escape(why.format(architecture))):
-        describe_model(tmp_path)
-
-
-def test_an_encoder_and_a_decoder_are_refused(tmp_path: Path) -> None:
-    T5Config(architectures=[T5ForConditionalGeneration.__name__]).save_pretrained(tmp_path)
-    with pytest.raises(UnsupportedModelError, match="is an encoder and a decoder"):
+    with pytest.raises(UnsupportedModelError, match=f"{architecture}.* {why}"):
         describe_model(tmp_path)
 
 

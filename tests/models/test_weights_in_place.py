@@ -4,6 +4,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ import transformers
 from compiled_kernels import compiled
 from family_checkpoints import edit_config, save_checkpoint
 from gguf_checkpoints import quantized_file
+from greedy_tokens import greedy_tokens
 from quantized_checkpoints import FORMS, write_pair
 from safetensors.torch import load_file, save_file
 from test_adapters import linear_modules, write_adapter
@@ -62,14 +64,12 @@ def flipped(folder: Path, into: Path) -> Path:
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Path]]:
     """Return two checkpoints of a family."""
-    made: dict[str, tuple[Path, Path]] = {}
 
+    @cache
     def of(name: str) -> tuple[Path, Path]:
-        if name not in made:
-            folder = tmp_path_factory.mktemp(name.replace(".", "-"))
-            first = save_checkpoint(name, folder / "first")
-            made[name] = (first, flipped(first, folder / "second"))
-        return made[name]
+        folder = tmp_path_factory.mktemp(name.replace(".", "-"))
+        first = save_checkpoint(name, folder / "first")
+        return first, flipped(first, folder / "second")
 
     return of
 
@@ -80,7 +80,7 @@ def make(model: Path, **options: Any) -> LLM:
 
 
 def tokens_of(llm: LLM, **options: Any) -> list[list[int]]:
-    return [out.outputs[0].token_ids for out in llm.generate(PROMPTS, GREEDY, use_tqdm=False, **options)]
+    return greedy_tokens(llm, PROMPTS, 8, **options)
 
 
 def check_updates(first: Path, second: Path, given: Any = None, **options: Any) -> None:
@@ -129,10 +129,7 @@ def test_blocks_of_gguf_files_take_the_place_of_one_another(tmp_path, kind):
 def test_quantized_checkpoints_take_the_place_of_one_another(tmp_path, name):
     packed, plain = write_pair(FORMS[name], tmp_path)
     check_updates(packed, flipped(packed, tmp_path / "second"))
-    with (
-        make(packed) as llm,
-        pytest.raises(ArgumentError, match=r"_proj.weight is stored as F32, and the model's as"),
-    ):
+    with make(packed) as llm, pytest.raises(ArgumentError, match="_proj.weight .*F32"):
         llm.update_weights(load_file(plain / FILE))
 
 
@@ -272,25 +269,18 @@ def test_ranks_are_updated_and_sleep_together_and_what_one_refuses_changes_none(
     engine.close()
 
 
-def _without(name: str) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
-    return lambda found: {each: tensor for each, tensor in found.items() if each != name}
-
-
 NORM = "model.norm.weight"
 FAULTS: dict[str, tuple[Any, str]] = {
-    "another shape": ({NORM: torch.ones(63)}, rf"{NORM} is \[63\], and the model's is \[64\]"),
-    "another name": ({"model.norm.wieght": torch.ones(64)}, "unexpected: model.norm.wieght"),
-    "integers": ({NORM: torch.ones(64, dtype=torch.int32)}, f"{NORM} is stored as torch.int32, and the model's as F32"),
-    "NaN": ({NORM: torch.full((64,), torch.nan)}, f"{NORM} has numbers that are not finite in float32"),
-    "too large": (
-        {NORM: torch.full((64,), 1e300, dtype=torch.float64)},
-        f"{NORM} has numbers that are not finite in float32",
-    ),
-    "twice": ([(NORM, torch.ones(64)), (NORM, torch.ones(64))], f"{NORM} is given twice"),
-    "none": ({}, "no tensor is given"),
-    "no tensors": ([1, 2], "weights must be a folder, a file, or names with their tensors, got 1"),
-    "nothing": (None, "weights must be a folder, a file, or names with their tensors, got None"),
-    "a name alone": ({NORM: 1.0}, "weights must be a folder"),
+    "another shape": ({NORM: torch.ones(63)}, rf"{NORM} .*\[63\].*\[64\]"),
+    "another name": ({"model.norm.wieght": torch.ones(64)}, "model.norm.wieght"),
+    "integers": ({NORM: torch.ones(64, dtype=torch.int32)}, f"{NORM} .*torch.int32.*F32"),
+    "NaN": ({NORM: torch.full((64,), torch.nan)}, f"{NORM} .*not finite in float32"),
+    "too large": ({NORM: torch.full((64,), 1e300, dtype=torch.float64)}, f"{NORM} .*not finite in float32"),
+    "twice": ([(NORM, torch.ones(64)), (NORM, torch.ones(64))], f"{NORM} .*twice"),
+    "none": ({}, "weights: no tensor"),
+    "no tensors": ([1, 2], "weights .*1"),
+    "nothing": (None, "weights .*None"),
+    "a name alone": ({NORM: 1.0}, f"weights .*{NORM}"),
     "no folder": ("./no-such-folder", "no-such-folder"),
 }
 
@@ -316,7 +306,8 @@ def test_what_does_not_fit_is_refused_by_name_and_nothing_changes(small, weights
 def test_folders_that_do_not_fit_are_refused_and_nothing_changes(small, pair, tmp_path):
     second, before = pair("llama-2")[1], unchanged(small)
     missing = flipped(second, tmp_path / "missing")
-    save_file(_without(NORM)(load_file(second / FILE)), missing / FILE, {"format": "pt"})
+    kept = {name: tensor for name, tensor in load_file(second / FILE).items() if name != NORM}
+    save_file(kept, missing / FILE, {"format": "pt"})
     with pytest.raises(ValueError, match=f"missing: {NORM}"):
         small.update_weights(missing)
     cut = flipped(second, tmp_path / "cut")

@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -80,21 +80,18 @@ def engine_of(decoder: Any, **settings: Any) -> Engine:
 @pytest.fixture(scope="module")
 def alone(checkpoint: Callable[[str], Path]) -> Callable[[str, str], tuple[Any, list[Request], list[Answer]]]:
     """Return a decoder, requests, and what each gets by itself, of layers that all have full pages."""
-    known: dict[tuple[str, str], Any] = {}
 
+    @cache
     def make(name: str, kv_cache_dtype: str) -> Any:
-        if (name, kv_cache_dtype) not in known:
-            decoder = load_model(
-                checkpoint(name), device="cpu", dtype="float32", max_sequence_length=LENGTH, batch_invariant=True
-            )
-            given, expected = requests(5, 20), []
-            settings = {"max_batch_size": 1, "max_prefill_tokens": 512, "prefix_cache": False}
-            engine = engine_of(decoder, kv_cache_dtype=kv_cache_dtype, **settings)
-            assert engine.cache.rolling is None  # a ring of such passes is no shorter than a row
-            for request in given:
-                expected += answers(engine, [request])[0]
-            known[name, kv_cache_dtype] = decoder, given, expected
-        return known[name, kv_cache_dtype]
+        sizes = {"max_sequence_length": LENGTH, "batch_invariant": True}
+        decoder = load_model(checkpoint(name), device="cpu", dtype="float32", **sizes)
+        given, expected = requests(5, 20), []
+        settings = {"max_batch_size": 1, "max_prefill_tokens": 512, "prefix_cache": False}
+        engine = engine_of(decoder, kv_cache_dtype=kv_cache_dtype, **settings)
+        assert engine.cache.rolling is None  # a ring of such passes is no shorter than a row
+        for request in given:
+            expected += answers(engine, [request])[0]
+        return decoder, given, expected
 
     return make
 
