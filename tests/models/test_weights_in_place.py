@@ -17,9 +17,9 @@ from compiled_kernels import compiled
 from family_checkpoints import edit_config, save_checkpoint
 from gguf_checkpoints import quantized_file
 from greedy_tokens import greedy_tokens
+from peft_folders import linear_weights, save_peft
 from quantized_checkpoints import FORMS, write_pair
 from safetensors.torch import load_file, save_file
-from test_adapters import linear_modules, write_adapter
 from torch import Tensor
 
 from adopted_models import ADOPTED, TINY, save_random
@@ -193,7 +193,7 @@ def test_a_model_with_fewer_tensors_is_no_update():
 def test_an_update_drops_prefixes_and_adapters_are_written_again(pair, tmp_path):
     first, second = pair("qwen3-tied")
     model = transformers.AutoModelForCausalLM.from_pretrained(first, dtype=torch.float32)
-    write_adapter(tmp_path / "adapter", linear_modules(model), 1, 4)
+    save_peft(tmp_path / "adapter", model, linear_weights(model), rank=4)
     request = LoRARequest("one", 1, tmp_path / "adapter")
     with make(second, max_adapters=1) as other:
         wanted = tokens_of(other, lora_request=request)
@@ -230,7 +230,7 @@ def tokens_of_engine(engine: Engine, adapter: str | None = None) -> list[list[in
 def test_ranks_are_updated_and_sleep_together_and_what_one_refuses_changes_none(pair, ranks, tmp_path, options):
     first, second = pair("llama-biases")
     model = transformers.AutoModelForCausalLM.from_pretrained(first, dtype=torch.float32)
-    write_adapter(tmp_path / "adapter", linear_modules(model), 1, 4)
+    save_peft(tmp_path / "adapter", model, linear_weights(model), rank=4)
 
     def load(folder: Path, **more: Any) -> Engine:
         sizes = {"max_batch_size": 3, "max_sequence_length": 96, "page_size": 8, "dtype": "float32", "max_adapters": 1}
