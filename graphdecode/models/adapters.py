@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
-from graphdecode.errors import GraphdecodeError, shown
+from graphdecode.errors import GraphdecodeError, cause, shown
 from graphdecode.linear.experts import ExpertForm, ExpertNames
 from graphdecode.linear.lora import Halves, LoRAEmbedding, LoRAExperts, LoRALinear, keys_by_head, values_by_head
 from graphdecode.linear.weight_form import WeightForm
@@ -44,20 +44,14 @@ class Adapter:
 
     def to_bytes(self) -> bytes:
         """Return the matrices for another rank."""
-        return save(
-            {
-                f"{param_name}.{which}": each
-                for param_name, pair in self.matrices.items()
-                for which, each in enumerate(pair)
-            }
-        )
+        return save({f"{name}.{half}": each for name, pair in self.matrices.items() for half, each in enumerate(pair)})
 
     @classmethod
     def of_bytes(cls, data: bytes) -> Adapter:
         """Return an adapter of the matrices that `to_bytes` wrote."""
-        found = load(data)
-        weight_map = {name.removesuffix(".0") for name in found if name.endswith(".0")}
-        return cls({param_name: (found[f"{param_name}.0"], found[f"{param_name}.1"]) for param_name in weight_map})
+        halves = load(data)
+        names = [name.removesuffix(".0") for name in halves if name.endswith(".0")]
+        return cls({name: (halves[f"{name}.0"], halves[f"{name}.1"]) for name in names})
 
 
 @dataclass(frozen=True)
@@ -152,11 +146,9 @@ class AdapterSlots:
         """
         path = Path(path)
         try:
-            is_there = path.exists()
-        except OSError as error:  # such as too long a name
-            raise AdapterError(f"{shown(str(path))} is no path of an adapter: {error.strerror}") from error
-        if not is_there:
-            raise AdapterError(f"{path}: there is no such folder or file")
+            path.stat()
+        except (OSError, ValueError) as error:
+            raise AdapterError(f"{shown(str(path))} is no path of an adapter: {cause(error)}") from error
         by_place: dict[str, dict[tuple[int, int], LowRank]] = {}
         where = self._by_name()
         for name, found in self._read(path, where, holding_weights):

@@ -21,7 +21,13 @@ from graphdecode.linear.weight_form import Shard, Stored
 from graphdecode.models.config import ModelConfig
 from graphdecode.models.family import config_of, family_of
 from graphdecode.models.fields import UnsupportedModelError, eos_token_ids, errors_name, flag, read_json
-from graphdecode.models.model_path import installed_as, link_outside, refuse_pointer, require_file, resolve_model_path
+from graphdecode.models.model_path import (
+    installed_as,
+    refuse_link_outside,
+    refuse_pointer,
+    require_file,
+    resolve_model_path,
+)
 from graphdecode.models.multimodal import text_names, text_settings
 from graphdecode.models.peft.fields import ADAPTER_FILE
 from graphdecode.models.weight_map import CheckpointError
@@ -203,9 +209,7 @@ class Checkpoint:
         """Return the path of a regular file of the folder; links out of it are refused."""
         file = self.folder / name
         require_file(file)
-        target = link_outside(self.folder, name)
-        if target is not None:
-            raise CheckpointError(f"{file} is a link to {target}, outside of its folder: copy the file")
+        refuse_link_outside(self.folder, name, CheckpointError)
         return file
 
 

@@ -32,12 +32,11 @@ def check_model(
     """Do the same, and check that the expected tensors are there, with their shapes."""
     source = open_source(model)
     by_transformers = adopted_folder(source, model_impl, trust_remote_code=trust_remote_code)
-    if by_transformers is not None:
-        by_transformers.check_files(source)
-        return by_transformers.config
-    config = source.config()
-    checked_weight_map(source, source.name, config)
-    return config
+    if by_transformers is None:
+        checked_weight_map(source, source.name, source.config())
+        return source.config()
+    by_transformers.check_files(source)
+    return by_transformers.config
 
 
 def adapter_bytes(

@@ -257,13 +257,13 @@ def require_file(path: Path) -> None:
         raise ModelSourceError(f"{path} is not a regular file")
 
 
-def link_outside(folder: Path, name: str) -> Path | None:
-    """Return where a folder's file is, if it is a link out of the folder; else None."""
+def refuse_link_outside(folder: Path, name: str, error: type[GraphdecodeError]) -> None:
+    """Raise `error` if a folder's file is a link out of the folder."""
     target, home = (folder / name).resolve(), folder.resolve()
     # in the hub's cache, `snapshots/<revision>` has links to files in `blobs`
     blobs = home.parent.parent / "blobs" if home.parent.name == "snapshots" else None
-    is_inside = target.is_relative_to(home) or (blobs is not None and target.parent == blobs.resolve())
-    return None if is_inside else target
+    if not target.is_relative_to(home) and (blobs is None or target.parent != blobs.resolve()):
+        raise error(f"{folder / name} is a link to {target}, outside of its folder: copy the file")
 
 
 def _elsewhere() -> str:

@@ -71,14 +71,22 @@ def _embedding_kernel(
         tl.store(out + place, values.to(out.dtype.element_ty), mask=inside)
 
 
-def embedding_triton(out, tokens, weight, live, scale) -> None:
-    """Launch the kernel; see `embedding`."""
-    vocab, hidden = weight.shape
-    block = min(triton.next_power_of_2(hidden), _MAX_BLOCK)
+def embedding_norm_triton(out, residual, tokens, table, live, weight, scale, eps) -> None:
+    """Launch the kernel; see `embedding_norm`. None for `out` and `weight`: see `embedding`."""
+    vocab, hidden = table.shape
+    block = triton.next_power_of_2(hidden)
+    if weight is None:
+        block = min(block, _MAX_BLOCK)
     _embedding_kernel[(tokens.shape[0], triton.cdiv(hidden, block))](
-        None, out, tokens, weight, live, None, hidden, vocab, weight.stride(0), scale, 0.0,
-        HAS_SCALE=scale != 1.0, HAS_NORM=False, BLOCK=block, num_warps=4, **early_start_options(out.device),
+        out, residual, tokens, table, live, weight, hidden, vocab, table.stride(0), scale, eps,
+        HAS_SCALE=scale != 1.0, HAS_NORM=weight is not None, BLOCK=block,
+        num_warps=4 if weight is None else min(max(block // 512, 1), 16), **early_start_options(table.device),
     )  # fmt: skip
+
+
+def embedding_triton(out, tokens, weight, live, scale) -> None:
+    """Launch the kernel without a norm; see `embedding`."""
+    embedding_norm_triton(None, out, tokens, weight, live, None, scale, 0.0)
 
 
 @operator(triton_version=embedding_triton, is_compiled=lambda weight: weight.stride(1) == 1)
@@ -94,17 +102,6 @@ def embedding(out: Written[Wide], tokens: Int64, weight: Tensor, live: Int32, sc
     """
     rows = torch.index_select(weight, 0, _table_rows(tokens, live, weight.shape[0]))
     out.copy_(rows if scale == 1.0 else rows.float().mul_(scale))
-
-
-def embedding_norm_triton(out, residual, tokens, table, live, weight, scale, eps) -> None:
-    """Launch the kernel; see `embedding_norm`."""
-    vocab, hidden = table.shape
-    block = triton.next_power_of_2(hidden)
-    _embedding_kernel[(tokens.shape[0],)](
-        out, residual, tokens, table, live, weight, hidden, vocab, table.stride(0), scale, eps,
-        HAS_SCALE=scale != 1.0, HAS_NORM=True, BLOCK=block, num_warps=min(max(block // 512, 1), 16),
-        **early_start_options(table.device),
-    )  # fmt: skip
 
 
 @operator(

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from graphdecode.errors import shown
 from graphdecode.models.low_rank import AdapterError, LowRank, Stack
-from graphdecode.models.model_path import link_outside
+from graphdecode.models.model_path import refuse_link_outside
 from graphdecode.models.peft.fields import ADAPTER_FILE, read_settings
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
@@ -108,9 +108,7 @@ def _matrices(folder: Path, bases: Mapping[str, Tensor], holding_weights: Holdin
     file = folder / ADAPTER_WEIGHTS
     if not file.is_file():
         raise AdapterError(f"{folder} holds no {ADAPTER_WEIGHTS}; pickles are not read")
-    target = link_outside(folder, ADAPTER_WEIGHTS)
-    if target is not None:
-        raise AdapterError(f"{file} is a link to {target}, outside of its folder: copy the file")
+    refuse_link_outside(folder, ADAPTER_WEIGHTS, AdapterError)
     halves: dict[str, dict[str, Tensor]] = {}
     try:
         with safe_open(file, framework="pt") as reader:

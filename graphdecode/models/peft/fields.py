@@ -8,7 +8,7 @@ from typing import Any, Final
 from graphdecode.errors import shown
 from graphdecode.models.fields import UnsupportedModelError, read_json
 from graphdecode.models.low_rank import AdapterError
-from graphdecode.models.model_path import link_outside
+from graphdecode.models.model_path import refuse_link_outside
 
 ADAPTER_FILE = "adapter_config.json"
 HONOURED: Final = "honoured"
@@ -87,9 +87,7 @@ def read_settings(folder: Path) -> dict[str, Any]:
     file = folder / ADAPTER_FILE
     if not file.is_file():
         raise AdapterError(f"{folder} holds no {ADAPTER_FILE}")
-    target = link_outside(folder, ADAPTER_FILE)
-    if target is not None:
-        raise AdapterError(f"{file} is a link to {target}, outside of its folder: copy the file")
+    refuse_link_outside(folder, ADAPTER_FILE, AdapterError)
     try:
         settings = read_json(file)
     except UnsupportedModelError as error:

@@ -53,9 +53,7 @@ class PassCache:
         """Return 0: positions are given."""
         return 0
 
-    def get_query_offset(self, layer_idx: int = 0) -> int:
-        """Return 0, as `get_seq_length`."""
-        return 0
+    get_query_offset = get_seq_length
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """Return length and offset of the mask, which only a probe makes."""
