@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated
@@ -10,13 +11,19 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from graphdecode import StepBuffers
+from graphdecode import GraphManager, StepBuffers
 from graphdecode.attention import PagedDecodeAttention
 from graphdecode.buffers import SlotField
 from graphdecode.cache import Keys, KeysAndState, LayerCache, LayerState, Recurrent, RecurrentState, layer_state
+from graphdecode.graphs import check
 from graphdecode.models import Chunks, DecodeInputs, Decoder
 
 PAGE_SIZE = 8
+
+
+def assert_same_bits(given: list[Tensor], expected: list[Tensor]) -> None:
+    for one, other in zip(given, expected, strict=True):
+        assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 
 
 @dataclass(kw_only=True)
@@ -122,6 +129,37 @@ class DrivenDecoder:
         self.buffers.pre_step_seqlens[:count] = torch.tensor(positions, dtype=torch.int32)
         self.buffers.rows[:count] = self.buffers.state_rows[:count] = torch.arange(count, dtype=torch.int32)
         self.buffers.page_table[:count] = self._page_table[:count]
+
+    def snapshot(self, count: int) -> list[Tensor]:
+        """Return the logits of live rows, and all pages and states but the null page and row."""
+        caches = [cache[:-1].clone() for layer in self.caches for cache in layer]
+        return [self.buffers.logits[:count].clone(), *caches]
+
+    def assert_captured(self, buckets: Sequence[int], lengths: Sequence[int]) -> None:
+        """Check laws 2, 4 and 5: a step can be captured, replay is eager, padding is inert; for each number of rows.
+
+        `lengths`: tokens of each row so far.
+        """
+        states = self.states()
+        assert check(self.step, self.buffers, constants=self.model.constants) == []
+        graphs = GraphManager(self.step, self.buffers, buckets, constants=self.model.constants)
+        graphs.capture(progress=False)
+        for count in range(1, len(lengths) + 1):
+            snapshots = []
+            for poisoned, run in ((False, graphs.run_eager), (False, graphs.replay), (True, graphs.replay)):
+                self.restore(states)
+                self.buffers.logits.fill_(math.nan)
+                self.stage([40 + row for row in range(count)], list(lengths[:count]))
+                if poisoned:
+                    self.buffers.poison(count)
+                run(count)
+                snapshots.append(self.snapshot(count))
+            assert snapshots[0][0].isfinite().all()
+            for other in snapshots[1:]:
+                assert_same_bits(other, snapshots[0])
+            for state, before in zip(self.states(), states, strict=True):
+                assert torch.equal(state[count:-1], before[count:-1]), "rows that are not live keep their states"
+        graphs.close()
 
     def decode(self, tokens: list[int], positions: list[int]) -> Tensor:
         """Feed each row a token and return the logits [rows, vocab]."""

@@ -2,8 +2,9 @@
 
 import copy
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import family_checkpoints
@@ -184,37 +185,77 @@ def write(model: Any, name: str, path: Path, edit: Callable[[gguf.GGUFWriter], N
         path: of the file.
         edit: adds to the metadata.
     """
-    writer = gguf.GGUFWriter(path, ARCHITECTURES[name][0])
+    architecture, kind, _ = (ARCHITECTURES | RECURRENT)[name]
+    writer = gguf.GGUFWriter(path, architecture)
     config = copy.deepcopy(model.config)
     config.allow_global_per_layer_attribute_access = True  # of Gemma 4, whose own sizes are written behind them
-    _write_numbers(writer, config, ARCHITECTURES[name][0])
-    _write_own(writer, config, ARCHITECTURES[name][1])
+    if name in RECURRENT:
+        _write_recurrent(writer, config, kind)
+    else:
+        _write_numbers(writer, config, architecture)
+        _write_own(writer, config, kind)
     edit(writer)
-    for tensor_name, tensor in _tensors(model, *ARCHITECTURES[name][:2]):
-        writer.add_tensor(tensor_name, np.ascontiguousarray(tensor.numpy()))
+    layers = len(config.layers_block_type) if kind == "NemotronH" else config.num_hidden_layers
+    number = next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == architecture)
+    names = gguf.get_tensor_name_map(number, layers)
+    for own_name, tensor in (_recurrent_tensors if name in RECURRENT else _tensors)(model, kind):
+        theirs = names.get_name(own_name, try_suffixes=(".weight", ".bias", ".scale"))
+        writer.add_tensor(theirs or own_name, np.ascontiguousarray(tensor.numpy()))
     finish(writer)
     return path
+
+
+def copy_file(
+    path: Path,
+    copied: Path,
+    *,
+    changes: Mapping[str, Any] = MappingProxyType({}),
+    types: Mapping[str, str] = MappingProxyType({}),
+    drop: Collection[str] = (),
+    more: Mapping[str, np.ndarray] = MappingProxyType({}),
+    edit: Callable[[gguf.GGUFWriter], None] = lambda writer: None,
+) -> Path:
+    """Copy a GGUF file.
+
+    Args:
+        path: of the file.
+        copied: of the copy.
+        changes: fields; None: without it.
+        types: block types of matrices, by the ends of their names.
+        drop: tensors to leave out.
+        more: further tensors.
+        edit: adds to the metadata.
+    """
+    reader = gguf.GGUFReader(path)
+    writer = gguf.GGUFWriter(copied, reader.fields["general.architecture"].contents())
+    for field in reader.fields.values():
+        if not field.name.startswith("GGUF.") and field.name not in {"general.architecture", *changes}:
+            kind = field.types[0]
+            sub_type = field.types[-1] if kind == gguf.GGUFValueType.ARRAY else None
+            writer.add_key_value(field.name, field.contents(), kind, sub_type)
+    adds = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
+    for name, value in changes.items():
+        if value is not None:
+            adds.get(type(value), writer.add_array)(name, value)
+    edit(writer)
+    for tensor in reader.tensors:
+        block_type = next((kind for end, kind in types.items() if tensor.name.endswith(end)), None)
+        if tensor.name in drop:
+            continue
+        if block_type is None or tensor.data.ndim < 2:
+            writer.add_tensor(tensor.name, np.array(tensor.data), raw_dtype=tensor.tensor_type)
+        else:
+            kind = gguf.GGMLQuantizationType[block_type]
+            writer.add_tensor(tensor.name, gguf.quants.quantize(np.array(tensor.data), kind), raw_dtype=kind)
+    for name, values in more.items():
+        writer.add_tensor(name, values)
+    finish(writer)
+    return copied
 
 
 def quantized_file(path: Path, name: str, types: dict[str, str]) -> Path:
     """Write a random model whose matrices have block types, by the ends of their names."""
-    write_plain = write_recurrent if name in RECURRENT else write
-    reader = gguf.GGUFReader(write_plain(random_model(name), name, path.with_name("plain.gguf")))
-    writer = gguf.GGUFWriter(path, (ARCHITECTURES | RECURRENT)[name][0])
-    for field in reader.fields.values():
-        if not field.name.startswith("GGUF.") and field.name != "general.architecture":
-            kind = field.types[0]
-            sub_type = field.types[-1] if kind == gguf.GGUFValueType.ARRAY else None
-            writer.add_key_value(field.name, field.contents(), kind, sub_type)
-    for tensor in reader.tensors:
-        block_type = next((kind for end, kind in types.items() if tensor.name.endswith(end)), None)
-        if block_type is None or tensor.data.ndim < 2:
-            writer.add_tensor(tensor.name, np.array(tensor.data))
-        else:
-            kind = gguf.GGMLQuantizationType[block_type]
-            writer.add_tensor(tensor.name, gguf.quants.quantize(np.array(tensor.data), kind), raw_dtype=kind)
-    finish(writer)
-    return path
+    return copy_file(write(random_model(name), name, path.with_name("plain.gguf")), path, types=types)
 
 
 def _write_numbers(writer: gguf.GGUFWriter, config: Any, architecture: str) -> None:
@@ -299,12 +340,9 @@ def _full_sizes(config: Any) -> tuple[int, int | None]:
     return sizes["head_dim"], sizes.get("num_key_value_heads")
 
 
-def _tensors(model: Any, architecture: str, kind: str) -> Iterator[tuple[str, Tensor]]:
+def _tensors(model: Any, kind: str) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors as llama.cpp's conversion leaves them: permuted, shifted, stacked, split."""
     config = model.config
-    names = gguf.get_tensor_name_map(
-        next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == architecture), config.num_hidden_layers
-    )
     for name, tensor in model.state_dict().items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
@@ -317,9 +355,7 @@ def _tensors(model: Any, architecture: str, kind: str) -> Iterator[tuple[str, Te
                 converted = own + 1
             if own_name.endswith("shared_expert_gate.weight"):
                 converted = own[0]
-            theirs = names.get_name(own_name, try_suffixes=(".weight", ".bias", ".scale"))
-            assert theirs is not None, own_name
-            yield theirs, converted
+            yield own_name, converted
     parameters = config.rope_parameters
     if kind == "Gemma4":
         pairs = _full_sizes(config)[0] // 2
@@ -368,32 +404,18 @@ def _split(config: Any, name: str, tensor: Tensor, kind: str) -> Iterator[tuple[
         yield f"{place}.down_proj.{ending}", tensor
 
 
-def write_recurrent(model: Any, name: str, path: Path) -> Path:
-    """Write a model with recurrent states, by the rules of llama.cpp's conversion of each architecture."""
-    architecture, kind, _ = RECURRENT[name]
-    config = model.config
-    writer = gguf.GGUFWriter(path, architecture)
-    layers = len(config.layers_block_type) if kind == "NemotronH" else config.num_hidden_layers
-    writer.add_block_count(layers)
+def _write_recurrent(writer: gguf.GGUFWriter, config: Any, kind: str) -> None:
+    """Write the fields of a model with recurrent states, by the rules of llama.cpp's conversion."""
+    writer.add_block_count(len(config.layers_block_type) if kind == "NemotronH" else config.num_hidden_layers)
     writer.add_embedding_length(config.hidden_size)
     writer.add_context_length(getattr(config, "max_position_embeddings", None) or 2**20)
-    writer.add_layer_norm_rms_eps(
-        next(getattr(config, eps) for eps in ("layer_norm_epsilon", "norm_eps", "rms_norm_eps") if hasattr(config, eps))
-    )
+    names = ("layer_norm_epsilon", "norm_eps", "rms_norm_eps")
+    writer.add_layer_norm_rms_eps(next(getattr(config, name) for name in names if hasattr(config, name)))
     _write_attention(writer, config, kind)
     if kind == "Qwen3Next":
         for field in ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size"):
             getattr(writer, f"add_{_NUMBERS[field]}")(getattr(config, field))
     _write_states(writer, config, kind)
-    names = gguf.get_tensor_name_map(
-        next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == architecture), layers
-    )
-    for own_name, tensor in _recurrent_tensors(model, kind):
-        theirs = names.get_name(own_name, try_suffixes=(".weight", ".bias"))
-        assert theirs is not None, own_name
-        writer.add_tensor(theirs, np.ascontiguousarray(tensor.numpy()))
-    finish(writer)
-    return path
 
 
 def _write_attention(writer: gguf.GGUFWriter, config: Any, kind: str) -> None:

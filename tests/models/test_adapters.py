@@ -17,7 +17,7 @@ import torch
 import transformers
 from compiled_kernels import compiled_or_gpu
 from family_checkpoints import SMALL
-from greedy_tokens import greedy_tokens, reference_tokens
+from greedy_tokens import assert_prompt_logprobs, greedy_tokens, reference_tokens
 from peft_folders import TABLES, linear_weights, save_peft, single_experts, with_added
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -212,25 +212,17 @@ def test_every_kind_of_step_takes_adapters(adapted, options):
 @pytest.mark.parametrize("name", ["qwen3-tied", "gemma3", "mixtral", "gpt-oss", "stablelm", "cohere", "exaone4"])
 def test_prompt_log_probabilities_are_those_of_merged_weights(adapted, name):
     of_model = adapted(name)
-    params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, ignore_eos=True)
-    requests = drawn_requests(of_model, 5)
     with of_model.make() as llm:
-        prompts, adapters = [prompt for _, prompt in requests], [request for request, _ in requests]
-        outputs = llm.generate(prompts, params, use_tqdm=False, lora_request=adapters)
-        for (request, prompt), output in zip(requests, outputs, strict=True):
-            found = [next(iter(each.values())).logprob for each in output.prompt_logprobs[1:]]
-            with of_model.merged(request) as model, torch.no_grad():
-                logits = model(torch.tensor([prompt])).logits[0, :-1]
-            wanted = logits.log_softmax(-1)[range(len(prompt) - 1), prompt[1:]]
-            torch.testing.assert_close(torch.tensor(found), wanted, rtol=1e-4, atol=1e-4)
+        for request, prompt in drawn_requests(of_model, 5):
+            with of_model.merged(request) as model:
+                assert_prompt_logprobs(llm, model, prompt, lora_request=request)
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "phi3", "qwen35"])
 def test_gguf_adapters_are_those_of_peft_on_either_base(name, tmp_path):
     model = gguf_checkpoints.random_model(name)
     model.save_pretrained(tmp_path / "base")
-    write = gguf_checkpoints.write_recurrent if name in gguf_checkpoints.RECURRENT else gguf_checkpoints.write
-    base = write(model, name, tmp_path / "base.gguf")
+    base = gguf_checkpoints.write(model, name, tmp_path / "base.gguf")
     names = [*linear_weights(model), *(f"{module}.weight" for module in TABLES)]
     added = save_peft(tmp_path / "peft", model, names, rank=3, lora_alpha=6)
     file = gguf_adapter(tmp_path / "adapter.gguf", tmp_path / "peft", name)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from driven_decoder import DrivenDecoder
 from faults import Fault, dropped
-from greedy_tokens import greedy_tokens, reference_tokens
+from greedy_tokens import assert_prompt_logprobs, greedy_tokens, reference_tokens
 from transformers import (
     AutoModelForCausalLM,
     MiniMaxConfig,
@@ -22,8 +22,7 @@ from transformers import (
 )
 
 from adopted_models import STATEFUL, TINY, save_random
-from graphdecode import LLM, GraphManager, SamplingParams
-from graphdecode.graphs import check
+from graphdecode import LLM, SamplingParams
 from graphdecode.models import UnsupportedModelError, describe_model, load_model
 from graphdecode.models.forward_context import StateStep, Tokens
 from graphdecode.models.transformers_backend import ModuleDecoder
@@ -125,26 +124,8 @@ def driven(request: pytest.FixtureRequest, adopted: Callable[[str], Adopted], de
 
 
 def test_laws_2_4_and_5_hold_for_a_modules_states(driven: DrivenDecoder) -> None:
-    before = driven.states()
-    assert all(tensor[:3].isfinite().all() and tensor[3].isnan().all() for tensor in before)
-    assert check(driven.step, driven.buffers, constants=driven.model.constants) == []
-    graphs = GraphManager(driven.step, driven.buffers, (1, 3), constants=driven.model.constants)
-    graphs.capture(progress=False)
-    for count in (2, 3):
-        seen = []
-        for poisoned, run in ((False, graphs.run_eager), (False, graphs.replay), (True, graphs.replay)):
-            driven.restore(before)
-            driven.stage([40, 41, 42][:count], [3, 30, 8][:count])
-            if poisoned:
-                driven.buffers.poison(count)
-            run(count)
-            seen.append([driven.buffers.logits[:count].clone(), *(state[:3] for state in driven.states())])
-        assert all(tensor.isfinite().all() for tensor in seen[0])
-        for other in seen[1:]:
-            assert all(torch.equal(one, another) for one, another in zip(seen[0], other, strict=True))
-        for tensor, known in zip(seen[0][1:], before, strict=True):
-            assert torch.equal(tensor[count:], known[count:3]), "rows that are not live keep their states"
-    graphs.close()
+    assert all(tensor[:3].isfinite().all() and tensor[3].isnan().all() for tensor in driven.states())
+    driven.assert_captured((1, 3), (3, 30, 8))
 
 
 def test_hostile_padding_behind_a_prompt_changes_no_bit(driven: DrivenDecoder) -> None:
@@ -160,16 +141,10 @@ def test_hostile_padding_behind_a_prompt_changes_no_bit(driven: DrivenDecoder) -
 
 
 def test_log_probabilities_of_prompts_are_those_of_the_module(adopted: Callable[[str], Adopted]) -> None:
-    prompt, folder = prompts()[0], adopted("jamba").folder
+    folder = adopted("jamba").folder
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    with torch.no_grad():
-        expected = model(torch.tensor([prompt])).logits[0, :-1].log_softmax(-1)
     with engine(folder) as llm:
-        params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
-        (output,) = llm.generate([prompt], params, use_tqdm=False)
-    given = [output.prompt_logprobs[place + 1][token].logprob for place, token in enumerate(prompt[1:])]
-    wanted = expected.gather(1, torch.tensor(prompt[1:])[:, None])[:, 0]
-    assert max(abs(one - other) for one, other in zip(given, wanted.tolist(), strict=True)) < 1e-4
+        assert_prompt_logprobs(llm, model, prompts()[0])
 
 
 REFUSED: dict[str, tuple[PreTrainedConfig, str]] = {

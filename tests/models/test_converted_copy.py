@@ -9,7 +9,7 @@ import gguf
 import pytest
 import torch
 from command_line import run_command
-from gguf_checkpoints import ARCHITECTURES, finish, quantized_file, random_model, write
+from gguf_checkpoints import ARCHITECTURES, copy_file, quantized_file, random_model, write
 from greedy_tokens import greedy_tokens
 from safetensors.torch import load_file
 from tokenizers import pre_tokenizers
@@ -81,15 +81,7 @@ def test_tokenizer_template_and_ends_come_along(tmp_path: Path) -> None:
 def test_blocks_are_expanded_into_the_type_that_is_asked_for(tmp_path: Path) -> None:
     types = {"attn_q.weight": "Q8_0", "ffn_down.weight": "Q4_0", "token_embd.weight": "Q8_0"}
     plain = quantized_file(tmp_path / "model.gguf", "llama", types)
-    reader = gguf.GGUFReader(plain)
-    writer = gguf.GGUFWriter(tmp_path / "whole.gguf", "llama")
-    for field in reader.fields.values():
-        if not field.name.startswith("GGUF.") and field.name != "general.architecture":
-            writer.add_key_value(field.name, field.contents(), field.types[0])
-    with_vocabulary(writer)
-    for tensor in reader.tensors:
-        writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
-    finish(writer)
+    copy_file(plain, tmp_path / "whole.gguf", edit=with_vocabulary)
     for asked, dtype in (("auto", torch.bfloat16), ("float32", torch.float32)):
         folder = converted_copy(tmp_path / "whole.gguf", tmp_path / asked, dtype=asked)
         assert {tensor.dtype for tensor in load_file(folder / "model.safetensors").values()} == {dtype}

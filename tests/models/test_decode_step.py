@@ -4,13 +4,9 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import pytest
-import torch
 from driven_decoder import DrivenDecoder
 from family_checkpoints import FAMILIES
-from torch import Tensor
 
-from graphdecode import GraphManager
-from graphdecode.graphs import check
 from graphdecode.linear.weight_form import tensors_in
 from graphdecode.models import load_model
 from graphdecode.models.blocks import Block, SparseMlp
@@ -32,44 +28,8 @@ def driven(request: pytest.FixtureRequest, checkpoint: Callable[[str], Path], de
     return driven
 
 
-def live_state(driven: DrivenDecoder, count: int) -> list[Tensor]:
-    """Return the logits of the live rows and all pages but the null page."""
-    caches = [cache[:-1].clone() for layer in driven.caches for cache in layer]
-    return [driven.buffers.logits[:count].clone(), *caches]
-
-
-def assert_same_bits(given: list[Tensor], expected: list[Tensor]) -> None:
-    for one, other in zip(given, expected, strict=True):
-        assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
-
-
-def stage(driven: DrivenDecoder, count: int) -> None:
-    driven.stage([40 + row for row in range(count)], list(LENGTHS[:count]))
-
-
-def test_nothing_in_the_step_is_forbidden_in_a_graph(driven: DrivenDecoder) -> None:
-    assert check(driven.step, driven.buffers, constants=driven.model.constants) == []
-
-
-def test_replay_is_eager_and_padding_inert_in_every_bucket(driven: DrivenDecoder) -> None:
-    graphs = GraphManager(driven.step, driven.buffers, BUCKETS, constants=driven.model.constants)
-    graphs.capture(progress=False)
-    states = driven.states()
-    for count in range(1, ROWS + 1):
-        stage(driven, count)
-        driven.restore(states)
-        graphs.run_eager(count)
-        eager = live_state(driven, count)
-        assert eager[0].isfinite().all()
-        for poisoned in (False, True):
-            driven.buffers.logits.fill_(torch.nan)
-            stage(driven, count)
-            if poisoned:
-                driven.buffers.poison(count)
-            driven.restore(states)
-            graphs.replay(count)
-            assert_same_bits(live_state(driven, count), eager)
-    graphs.close()
+def test_a_step_can_be_captured_replay_is_eager_and_padding_inert(driven: DrivenDecoder) -> None:
+    driven.assert_captured(BUCKETS, LENGTHS)
 
 
 def parts_of(blocks: Iterable[Block]) -> Iterator[Block]:

@@ -1,9 +1,7 @@
 """Defaults and older names of GGUF's fields mean what they mean in llama.cpp."""
 
-from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import gguf
@@ -11,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from family_checkpoints import edit_config, save_checkpoint
-from gguf_checkpoints import RECURRENT, finish, random_model, write, write_recurrent
+from gguf_checkpoints import copy_file, random_model, write
 from greedy_tokens import greedy_tokens, reference_tokens
 
 from graphdecode import LLM
@@ -24,12 +22,8 @@ from graphdecode.models.rope import cos_sin_table
 
 
 def rope_of(folder: Path, **fields: Any) -> Any:
-    def edit(writer: gguf.GGUFWriter) -> None:
-        for name, value in fields.items():
-            key = f"llama.rope.{name.replace('__', '.')}"
-            writer.add_string(key, value) if isinstance(value, str) else writer.add_float32(key, value)
-
-    return check_model(write(random_model("llama"), "llama", folder / "model.gguf", edit)).rope
+    changes = {f"rope__{name}": value for name, value in fields.items()}
+    return check_model(edited(file_of("llama", folder), "roped", **changes)).rope
 
 
 @pytest.mark.parametrize(
@@ -51,7 +45,7 @@ def test_a_factor_without_a_type_is_linear(tmp_path, fields, kind, factor):
 
 
 def file_of(name: str, folder: Path) -> Path:
-    return (write_recurrent if name in RECURRENT else write)(random_model(name), name, folder / "model.gguf")
+    return write(random_model(name), name, folder / "model.gguf")
 
 
 def test_a_factor_of_cosines_scales_any_rope(tmp_path):
@@ -63,53 +57,28 @@ def test_a_factor_of_cosines_scales_any_rope(tmp_path):
     assert yarn.attention_factor == pytest.approx(1.25 * (0.1 * np.log(4.0) + 1.0))
 
 
-def edited(
-    path: Path,
-    name: str,
-    *,
-    drop: Collection[str] = (),
-    more: Mapping[str, np.ndarray] = MappingProxyType({}),
-    more_layers: int = 0,
-    **fields: Any,
-) -> Path:
+def edited(path: Path, name: str, *, predicts: bool = False, **fields: Any) -> Path:
     """Copy a file with other fields of its architecture (None: without it; `__` is a dot), and other tensors.
 
-    Layers behind the last are said to predict further tokens.
+    `predicts`: a layer behind the last predicts further tokens.
     """
-    reader, copied = gguf.GGUFReader(path), path.with_name(f"{name}.gguf")
+    reader, options = gguf.GGUFReader(path), {name: fields.pop(name) for name in ("drop", "more") if name in fields}
     architecture = reader.fields["general.architecture"].contents()
     layers = reader.fields[f"{architecture}.block_count"].contents()
     changes = {f"{architecture}.{key.replace('__', '.')}": value for key, value in fields.items()}
-    if more_layers:
-        changes |= {f"{architecture}.block_count": layers + more_layers}
-        changes |= {f"{architecture}.nextn_predict_layers": more_layers}
-    writer = gguf.GGUFWriter(copied, architecture)
-    for field in reader.fields.values():
-        if field.name.startswith("GGUF.") or field.name == "general.architecture" or field.name in changes:
-            continue
-        kind, content = field.types[0], field.contents()
-        is_array = kind == gguf.GGUFValueType.ARRAY
-        content = [*content, *[0] * more_layers] if is_array and len(content) == layers else content
-        writer.add_key_value(field.name, content, kind, field.types[-1] if is_array else None)
-    adds = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
-    for key, value in changes.items():
-        if value is not None:
-            adds.get(type(value), writer.add_array)(key, value)
-    for tensor in reader.tensors:
-        if tensor.name not in drop:
-            writer.add_tensor(tensor.name, np.array(tensor.data))
-    for own_name, values in more.items():
-        writer.add_tensor(own_name, values)
-    for name in ("attn_norm", "nextn.eh_proj", "nextn.enorm") if more_layers else ():
-        writer.add_tensor(f"blk.{layers}.{name}.weight", np.ones((4, 4), np.float32))
-    finish(writer)
-    return copied
+    if predicts:
+        lists = {name: field.contents() for name, field in reader.fields.items() if len(field.types) > 1}
+        changes |= {name: [*values, 0] for name, values in lists.items() if len(values) == layers}
+        changes |= {f"{architecture}.block_count": layers + 1, f"{architecture}.nextn_predict_layers": 1}
+        parts = ("attn_norm", "nextn.eh_proj", "nextn.enorm")
+        options["more"] = {f"blk.{layers}.{part}.weight": np.ones((4, 4), np.float32) for part in parts}
+    return copy_file(path, path.with_name(f"{name}.gguf"), changes=changes, **options)
 
 
 @pytest.mark.parametrize("name", ["qwen35", "qwen3next", "nemotron-h", "deepseek2"])
 def test_layers_that_predict_further_tokens_are_skipped_and_said(tmp_path, name, caplog):
     path = file_of(name, tmp_path)
-    more = edited(path, "more", more_layers=1)
+    more = edited(path, "more", predicts=True)
     assert check_model(more) == check_model(path)
     pairs = zip(*(load_model(each, device="cpu").constants for each in (path, more)), strict=True)
     assert all(torch.equal(one, other) for one, other in pairs)
@@ -135,7 +104,7 @@ def test_a_hybrid_granite_rotates_unless_its_file_denies_it(tmp_path):
     plain.config.position_embedding_type = "rope"
     model = type(plain)(plain.config).eval()
     model.load_state_dict(plain.state_dict())
-    path = write_recurrent(model, "granitehybrid", tmp_path / "model.gguf")
+    path = write(model, "granitehybrid", tmp_path / "model.gguf")
     rotated = edited(path, "rotated", rope__scaling__finetuned=None)
     prompt = list(range(5, 45))
     assert tokens_of(rotated, prompt) == reference_tokens(model, prompt, 6)

@@ -5,9 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from driven_decoder import DrivenDecoder
+from driven_decoder import DrivenDecoder, assert_same_bits
 from family_checkpoints import FAMILIES
-from torch import Tensor
 
 from graphdecode import GraphManager
 from graphdecode.buffers import Batch
@@ -42,11 +41,6 @@ def stage(driven: DrivenDecoder) -> None:
     driven.stage([text(row, place, place + 1)[0] for row, place in enumerate(positions)], positions)
 
 
-def state(driven: DrivenDecoder) -> list[Tensor]:
-    """Return the rows' logits, and all pages but the null page."""
-    return [driven.buffers.logits[:ROWS].clone(), *(cache[:-1].clone() for layer in driven.caches for cache in layer)]
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.no_grad()
 def test_rows_and_chunks_get_what_passes_of_their_own_give_them(driven: DrivenDecoder) -> None:
@@ -54,7 +48,7 @@ def test_rows_and_chunks_get_what_passes_of_their_own_give_them(driven: DrivenDe
     driven.model.prefill(chunks(driven), driven.caches)
     stage(driven)
     driven.step(driven.buffers.narrow(BUCKET))
-    expected = state(driven)
+    expected = driven.snapshot(ROWS)
     for padding in (0, 10):
         for cache, values in zip((cache for layer in driven.caches for cache in layer), before, strict=True):
             cache.copy_(values)
@@ -62,7 +56,7 @@ def test_rows_and_chunks_get_what_passes_of_their_own_give_them(driven: DrivenDe
         if padding:
             driven.buffers.poison(ROWS)
         batch.logits.copy_(driven.model.mix(batch, chunks(driven, padding), driven.caches, driven.attention))
-        for given, wanted in zip(state(driven), expected, strict=True):
+        for given, wanted in zip(driven.snapshot(ROWS), expected, strict=True):
             torch.testing.assert_close(given, wanted, rtol=NEAR, atol=NEAR, equal_nan=True)
 
 
@@ -81,10 +75,9 @@ def test_a_graph_of_it_replays_the_bits_of_the_pass(driven: DrivenDecoder) -> No
     graphs.capture(progress=False)
     stage(driven)
     graphs.run_eager(ROWS)
-    eager = state(driven)
+    eager = driven.snapshot(ROWS)
     driven.buffers.logits.fill_(torch.nan)
     stage(driven)
     graphs.replay(ROWS)
-    for given, wanted in zip(state(driven), eager, strict=True):
-        assert torch.equal(given.view(torch.uint8), wanted.view(torch.uint8))
+    assert_same_bits(driven.snapshot(ROWS), eager)
     graphs.close()

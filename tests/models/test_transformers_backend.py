@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from driven_decoder import DrivenDecoder
-from greedy_tokens import greedy_tokens, reference_tokens
+from greedy_tokens import assert_prompt_logprobs, greedy_tokens, reference_tokens
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
@@ -34,10 +34,9 @@ from transformers import (
 )
 
 from adopted_models import ADOPTED, TINY, save_random
-from graphdecode import LLM, BucketConfig, CaptureError, EngineConfig, GraphManager, SamplingParams
+from graphdecode import LLM, BucketConfig, CaptureError, EngineConfig, SamplingParams
 from graphdecode.engine.capacity import plan_capacity
 from graphdecode.errors import ArgumentError
-from graphdecode.graphs import check
 from graphdecode.models import (
     CheckpointError,
     Decoder,
@@ -103,25 +102,7 @@ def driven(request: pytest.FixtureRequest, adopted: Callable[[str], Path], devic
 
 
 def test_laws_2_4_and_5_hold_for_a_module_that_was_not_written_for_graphs(driven: DrivenDecoder) -> None:
-    assert check(driven.step, driven.buffers, constants=driven.model.constants) == []
-    graphs = GraphManager(driven.step, driven.buffers, BUCKETS, constants=driven.model.constants)
-    graphs.capture(progress=False)
-    for count in (2, ROWS):
-        seen = []
-        for poisoned, run in ((False, graphs.run_eager), (False, graphs.replay), (True, graphs.replay)):
-            driven.buffers.logits.fill_(torch.nan)
-            driven.stage([40, 41, 42][:count], [3, 30, 8][:count])
-            if poisoned:
-                driven.buffers.poison(count)
-            run(count)
-            caches = [cache[:-1].clone() for layer in driven.caches for cache in layer]
-            seen.append([driven.buffers.logits[:count].clone(), *caches])
-        assert seen[0][0].isfinite().all()
-        for other in seen[1:]:
-            assert all(
-                torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(seen[0], other, strict=True)
-            )
-    graphs.close()
+    driven.assert_captured(BUCKETS, (3, 30, 8))
 
 
 def test_a_step_reads_all_weights_but_the_tables(adopted: Callable[[str], Path]) -> None:
@@ -273,17 +254,9 @@ def test_who_runs_a_model_can_be_said(adopted: Callable[[str], Path]) -> None:
 
 @pytest.mark.parametrize("name", ["cohere", "opt", "gpt2", "gemma3n"])
 def test_log_probabilities_of_prompts_are_those_of_the_module(adopted: Callable[[str], Path], name: str) -> None:
-    prompt = prompts()[3]
     model = AutoModelForCausalLM.from_pretrained(adopted(name), dtype=torch.float32).eval()
-    with torch.no_grad():
-        expected = model(torch.tensor([prompt])).logits[0, :-1].log_softmax(-1)
     with LLM(adopted(name), dtype="float32", max_batch_size=2, max_prefill_tokens=16) as llm:
-        params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
-        (output,) = llm.generate([prompt], params, use_tqdm=False)
-    for place, token in enumerate(prompt[1:]):
-        assert output.prompt_logprobs[place + 1][token].logprob == pytest.approx(
-            expected[place, token].item(), abs=1e-4
-        )
+        assert_prompt_logprobs(llm, model, prompts()[3])
 
 
 EXPERTS = {
