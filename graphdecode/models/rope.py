@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from graphdecode.errors import shown
-from graphdecode.models.fields import MOST, UnsupportedModelError, flag, is_positive
+from graphdecode.models.fields import MOST, UnsupportedModelError, flag, is_positive, number
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope", "proportional")
 
@@ -60,7 +60,7 @@ class RopeConfig:
             raise UnsupportedModelError(f"partial_rotary_factor {shown(partial)} is not supported; supported is 1.0")
         if not is_positive(partial) or partial > 1:
             raise UnsupportedModelError(f"partial_rotary_factor must be a number > 0 and <= 1, got {shown(partial)}")
-        theta = _number(scaling, "rope_theta", _number(settings, "rope_theta", 10000.0))
+        theta = number(scaling, "rope_theta", number(settings, "rope_theta", 10000.0))
         if theta <= 1:
             raise UnsupportedModelError(f"rope_theta must be above 1, got {theta}: periods grow with the channel")
         rope = cls(rope_type, theta, rotary_factor=float(partial))
@@ -69,12 +69,12 @@ class RopeConfig:
         original = _positions(settings) or _positions(scaling) or max_positions
         # the default factor of these two types
         grown = max_positions / original if rope_type in ("yarn", "longrope") else None
-        factor = _number(scaling, "factor", 1.0 if rope_type == "proportional" else grown)
+        factor = number(scaling, "factor", 1.0 if rope_type == "proportional" else grown)
         if rope_type in ("linear", "proportional"):
             return replace(rope, factor=factor)
         rope = replace(rope, factor=factor, original_max_positions=original)
         if rope_type == "llama3":
-            low, high = _number(scaling, "low_freq_factor"), _number(scaling, "high_freq_factor")
+            low, high = number(scaling, "low_freq_factor"), number(scaling, "high_freq_factor")
             if low >= high:
                 raise UnsupportedModelError(f"low_freq_factor {low} must be below high_freq_factor {high}")
             return replace(rope, low_freq_factor=low, high_freq_factor=high)
@@ -87,8 +87,8 @@ class RopeConfig:
             )
         return replace(
             rope,
-            beta_fast=_number(scaling, "beta_fast", 32.0),
-            beta_slow=_number(scaling, "beta_slow", 1.0),
+            beta_fast=number(scaling, "beta_fast", 32.0),
+            beta_slow=number(scaling, "beta_slow", 1.0),
             attention_factor=_attention_factor(scaling, rope),
             truncate=flag(scaling, "truncate", True),
         )
@@ -97,30 +97,17 @@ class RopeConfig:
 def _positions(fields: dict[str, Any]) -> int:
     """Return the original training context; 0 if unknown."""
     name = "original_max_position_embeddings"
-    value = _number(fields, name, 0.0)
+    value = number(fields, name, 0.0)
     if value and not 1 <= value <= MOST:
         raise UnsupportedModelError(f"{name} must be in 1..{MOST}, got {shown(value)}")
     return int(value)
 
 
-def _number(fields: dict[str, Any], name: str, default: float | None = None) -> float:
-    """Return a number field > 0; `default`, if any, if it is absent or null."""
-    value = fields.get(name)
-    if value is None and default is not None:
-        return default
-    if not is_positive(value):
-        kind = shown(fields.get("rope_type") or fields.get("type") or "default")
-        raise UnsupportedModelError(f"rope type {kind} needs {name} to be a number > 0, got {shown(value)}")
-    return float(value)
-
-
 def _factors(fields: dict[str, Any], name: str) -> tuple[float, ...]:
     value = fields.get(name)
     if not isinstance(value, list) or not value:
-        raise UnsupportedModelError(
-            f"rope type 'longrope' needs {name} to be a list of numbers > 0, got {shown(value)}"
-        )
-    return tuple(_number({"rope_type": "longrope", name: factor}, name) for factor in value)
+        raise UnsupportedModelError(f"{name} must be a list of numbers > 0, got {shown(value)}")
+    return tuple(number({name: factor}, name) for factor in value)
 
 
 def _attention_factor(scaling: dict[str, Any], rope: RopeConfig) -> float:
@@ -129,7 +116,7 @@ def _attention_factor(scaling: dict[str, Any], rope: RopeConfig) -> float:
     LongRoPE: Ding et al., 2024, section 4.3. YaRN: Peng et al., 2023, equation 22.
     """
     if scaling.get("attention_factor") is not None:
-        return _number(scaling, "attention_factor")
+        return number(scaling, "attention_factor")
     if rope.factor <= 1:
         return 1.0
     growth = math.log(rope.factor)
@@ -140,7 +127,7 @@ def _attention_factor(scaling: dict[str, Any], rope: RopeConfig) -> float:
             )
         return math.sqrt(1 + growth / math.log(rope.original_max_positions))
     if scaling.get("mscale") and scaling.get("mscale_all_dim"):
-        over, under = (_number(scaling, name) for name in ("mscale", "mscale_all_dim"))
+        over, under = (number(scaling, name) for name in ("mscale", "mscale_all_dim"))
         return (0.1 * over * growth + 1.0) / (0.1 * under * growth + 1.0)
     return 0.1 * growth + 1.0
 

@@ -282,36 +282,34 @@ def _value_order(metadata: Metadata, part: str) -> dict[str, Any]:
     return {"columns" if part == "ssm_out" else "rows": np.concatenate((np.arange(before), before + values))}
 
 
-_ATTENTION = {
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-}
+def _attention(module: str, output: str = "o_proj") -> dict[str, str]:
+    """Return the tensors of attention, given its module in a layer."""
+    return {
+        **{f"attn_{part}": f"{module}.{part}_proj" for part in "qkv"},
+        "attn_output": f"{module}.{output}",
+    }
+
+
+def _mlp(
+    module: str, products: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"), suffix: str = ""
+) -> dict[str, str]:
+    """Return the tensors of a gated MLP or expert, given its module in a layer, and the suffix of their names."""
+    parts = ("gate", "up", "down")
+    return {f"ffn_{part}{suffix}": f"{module}.{product}" for part, product in zip(parts, products, strict=True)}
+
+
+_W123 = ("w1", "w3", "w2")  # products of a gated MLP in some models
+_ATTENTION = _attention("self_attn")
 _QK_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
 _NORMS_BEFORE = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
 _NORMS_AFTER = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
 _NORMS_AROUND = _NORMS_AFTER | {"attn_norm": "input_layernorm", "ffn_norm": "pre_feedforward_layernorm"}
-_MLP = {"ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
+_MLP = _mlp("mlp")
 _DENSE = _ATTENTION | _NORMS_BEFORE | _MLP
-_EXPERTS = {
-    "ffn_gate_inp": "mlp.gate",
-    "ffn_gate_exps": "mlp.experts.{expert}.gate_proj",
-    "ffn_up_exps": "mlp.experts.{expert}.up_proj",
-    "ffn_down_exps": "mlp.experts.{expert}.down_proj",
-}
-_SHARED_EXPERT = {
-    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
-    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
-    "ffn_up_shexp": "mlp.shared_expert.up_proj",
-    "ffn_down_shexp": "mlp.shared_expert.down_proj",
-}
-_MIXTRAL_EXPERTS = {
-    "ffn_gate_inp": "block_sparse_moe.gate",
-    "ffn_gate_exps": "block_sparse_moe.experts.{expert}.w1",
-    "ffn_up_exps": "block_sparse_moe.experts.{expert}.w3",
-    "ffn_down_exps": "block_sparse_moe.experts.{expert}.w2",
-}
+_EXPERTS = {"ffn_gate_inp": "mlp.gate"} | _mlp("mlp.experts.{expert}", suffix="_exps")
+_SHARED_EXPERT = {"ffn_gate_inp_shexp": "mlp.shared_expert_gate"} | _mlp("mlp.shared_expert", suffix="_shexp")
+_MIXTRAL_EXPERTS = {"ffn_gate_inp": "block_sparse_moe.gate"}
+_MIXTRAL_EXPERTS |= _mlp("block_sparse_moe.experts.{expert}", _W123, "_exps")
 _GPT_OSS = {
     "attn_sinks": "self_attn.sinks",
     "attn_norm": "input_layernorm",
@@ -327,34 +325,16 @@ def _ssm(module: str) -> dict[str, str]:
 
 
 _MAMBA2_OUTER = {"token_embd": "backbone.embeddings", "output_norm": "backbone.norm_f", "output": "lm_head"}
-_FALCON_H1 = {
-    "attn_norm": "input_layernorm",
-    "ffn_norm": "pre_ff_layernorm",
-    "ffn_gate": "feed_forward.gate_proj",
-    "ffn_up": "feed_forward.up_proj",
-    "ffn_down": "feed_forward.down_proj",
-}
-_NEMOTRON_H = {
-    "attn_norm": "norm",
-    "attn_q": "mixer.q_proj",
-    "attn_k": "mixer.k_proj",
-    "attn_v": "mixer.v_proj",
-    "attn_output": "mixer.o_proj",
-    "ffn_up": "mixer.up_proj",
-    "ffn_down": "mixer.down_proj",
-}
+_FALCON_H1 = {"attn_norm": "input_layernorm", "ffn_norm": "pre_ff_layernorm"} | _mlp("feed_forward")
+_NEMOTRON_H = _attention("mixer") | {"attn_norm": "norm", "ffn_up": "mixer.up_proj", "ffn_down": "mixer.down_proj"}
 _LFM2 = {
+    **_attention("self_attn", "out_proj"),
+    **_mlp("feed_forward", _W123),
     "attn_norm": "operator_norm",
-    "attn_output": "self_attn.out_proj",
     "attn_q_norm": "self_attn.q_layernorm",
     "attn_k_norm": "self_attn.k_layernorm",
     "ffn_norm": "ffn_norm",
-    "ffn_gate": "feed_forward.w1",
-    "ffn_up": "feed_forward.w3",
-    "ffn_down": "feed_forward.w2",
-    "shortconv.conv": "conv.conv",
-    "shortconv.in_proj": "conv.in_proj",
-    "shortconv.out_proj": "conv.out_proj",
+    **{f"shortconv.{part}": f"conv.{part}" for part in ("conv", "in_proj", "out_proj")},
 }
 _DELTA_NET = {
     "attn_qkv": "linear_attn.in_proj_qkv",
@@ -371,13 +351,11 @@ _QWEN3_NEXT = {
 }
 _VALUE_PARTS = ("attn_qkv", "attn_gate", "ssm_alpha", "ssm_beta", "ssm_a", "ssm_dt", "ssm_conv1d", "ssm_out")
 _GEMMA4 = {
+    **_mlp("experts.{expert}", suffix="_exps"),
     "ffn_gate_inp": "router.proj",
     "ffn_gate_inp.scale": "router.scale",
-    "ffn_down_exps": "experts.{expert}.down_proj",
     "ffn_down_exps.scale": "router.per_expert_scale",
-    "ffn_gate_exps": "experts.{expert}.gate_proj",
     "ffn_gate_up_exps": "experts.{expert}.gate_up_proj",
-    "ffn_up_exps": "experts.{expert}.up_proj",
     "inp_gate": "per_layer_input_gate",
     "layer_output_scale": "layer_scalar",
     "post_ffw_norm_1": "post_feedforward_layernorm_1",
@@ -391,10 +369,8 @@ _GEMMA4_OUTER = {
     "per_layer_proj_norm": "model.per_layer_projection_norm",
     "per_layer_token_embd": "model.embed_tokens_per_layer",
 }
-_LLAMA4 = {
-    **{part: name.replace("mlp", "feed_forward") for part, name in (_MLP | _EXPERTS | _SHARED_EXPERT).items()},
-    "ffn_gate_inp": "feed_forward.router",
-}
+_LLAMA4 = _mlp("feed_forward") | {"ffn_gate_inp": "feed_forward.router"}
+_LLAMA4 |= _mlp("feed_forward.experts.{expert}", suffix="_exps") | _mlp("feed_forward.shared_expert", suffix="_shexp")
 _DEEPSEEK = {
     "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
     "attn_kv_a_norm": "self_attn.kv_a_layernorm",
@@ -405,9 +381,7 @@ _DEEPSEEK = {
     "attn_q_a_norm": "self_attn.q_a_layernorm",
     "attn_q_b": "self_attn.q_b_proj",
     "exp_probs_b": "mlp.gate.e_score_correction_bias",
-    "ffn_down_shexp": "mlp.shared_experts.down_proj",
-    "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
-    "ffn_up_shexp": "mlp.shared_experts.up_proj",
+    **_mlp("mlp.shared_experts", suffix="_shexp"),
 }
 _EXPERT_COUNTS = {"num_experts": "expert_count", "num_experts_per_tok": "expert_used_count"}
 _LOCAL_COUNTS = {"num_local_experts": "expert_count", "num_experts_per_tok": "expert_used_count"}
@@ -529,7 +503,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "lfm2": Architecture(
         "Lfm2",
-        _ATTENTION | _LFM2,
+        _LFM2,
         outer=OUTER | {"token_embd_norm": "model.embedding_norm"},
         constants={"block_auto_adjust_ff_dim": False},
         counts={"conv_L_cache": "shortconv.l_cache"},
