@@ -161,11 +161,11 @@ def _atomically(out: Path) -> Iterator[Path]:
     """Yield a path beside `out` that replaces it in the end, or is removed on errors."""
     scratch = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.absolute().parent))
     try:
-        made = scratch / out.name
-        yield made
+        written = scratch / out.name
+        yield written
         if out.exists():
             os.replace(out, scratch / "before")
-        os.replace(made, out)
+        os.replace(written, out)
     finally:
         if (scratch / "before").exists() and not out.exists():
             os.replace(scratch / "before", out)

@@ -19,7 +19,7 @@ from graphdecode.models.config import ModelConfig
 from graphdecode.models.family import family_of
 from graphdecode.models.fields import read_json
 from graphdecode.models.gguf.source import Gguf
-from graphdecode.models.quantize_on_load import QuantizingSource, plain_weight
+from graphdecode.models.quantize_on_load import QuantizingSource, unquantized_weight
 
 CONFIG_FILE = "config.json"
 _KINDS = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}  # names in a config.json -> in safetensors
@@ -83,32 +83,32 @@ def write_rest(source: Checkpoint, folder: Path, quantization: Mapping[str, Any]
 
 def quantization_config(source: QuantizingSource) -> dict[str, Any]:
     """Return the `quantization_config` of rounded weights: all linear layers but the output layer and routers."""
-    routers = [part.name for place, found in source.weight_map.items() if place.endswith(".router") for part in found]
+    routers = [part.name for key, parts in source.weight_map.items() if key.endswith(".router") for part in parts]
     return source.quantization.written_config(["lm_head", *(name.removesuffix(".weight") for name in routers)])
 
 
 def write_weights(source: TensorSource, folder: Path, names: Iterable[str]) -> None:
     """Write a source's tensors into a folder, as one file, or several with an index."""
-    held: dict[str, Tensor] = {}
+    shard: dict[str, Tensor] = {}
     file_of: dict[str, int] = {}
     total = count = 0
 
     def save() -> None:
         nonlocal count
         path = folder / f"{count}"
-        save_file(held, path, metadata=_METADATA)
+        save_file(shard, path, metadata=_METADATA)
         path.chmod(folder.stat().st_mode & 0o666)  # safetensors makes files that only the owner may read
-        held.clear()
+        shard.clear()
         count += 1
 
     for name in names:
         for part, tensor in _stored(source, name):
-            held[part] = tensor.contiguous()
+            shard[part] = tensor.contiguous()
             total += tensor.nbytes
             file_of[part] = count
-        if sum(tensor.nbytes for tensor in held.values()) >= _SHARD_BYTES:
+        if sum(tensor.nbytes for tensor in shard.values()) >= _SHARD_BYTES:
             save()
-    if held:
+    if shard:
         save()
     shards = [f"model-{number:05}-of-{count:05}.safetensors" for number in range(1, count + 1)]
     files = shards if count > 1 else ["model.safetensors"]
@@ -122,7 +122,7 @@ def write_weights(source: TensorSource, folder: Path, names: Iterable[str]) -> N
 def _stored(source: TensorSource, name: str) -> Iterator[tuple[str, Tensor]]:
     weight = source.read_quantized(name) if isinstance(source, QuantizingSource) else None
     if weight is None or not isinstance(source, QuantizingSource):
-        yield name, plain_weight(source, name)
+        yield name, unquantized_weight(source, name)
     else:
         yield from source.quantization.written(name, weight)
 

@@ -27,7 +27,7 @@ from graphdecode.models.gguf.architectures import (
 )
 from graphdecode.models.gguf.container import GgufTensor
 from graphdecode.models.gguf.ropes import llama3_factors
-from graphdecode.models.quantize_on_load import QuantizingSource, plain_weight
+from graphdecode.models.quantize_on_load import QuantizingSource, unquantized_weight
 from graphdecode.models.weight_map import parts
 
 _FACTORS = "rope_freqs.weight"
@@ -47,9 +47,9 @@ class GgufModel:
         if config.architecture not in names:
             raise UnsupportedModelError(f"{config.architecture} is not written as GGUF; {', '.join(names)} are")
         key, self._architecture = architecture_for(config.architecture)
-        self._held: dict[str, list[str]] = {}  # GGUF's name -> name of the tensor, or of each expert's in order
+        self._sources: dict[str, list[str]] = {}  # GGUF's name -> name of the tensor, or of each expert's in order
         for part in parts(source.weight_map):
-            self._held.setdefault(self._name(part.name), []).append(part.name)
+            self._sources.setdefault(self._name(part.name), []).append(part.name)
         self._factors = llama3_factors(config.rope, config.head_dim) if config.rope.rope_type == "llama3" else None
         self.fields: dict[str, Any] = {"general.architecture": key, **_fields_of(key, config)}
         self._check()
@@ -57,7 +57,7 @@ class GgufModel:
     @property
     def names(self) -> list[str]:
         """Names of all tensors, in their order in the file."""
-        return [name for held in self._held.values() for name in held]
+        return [name for names in self._sources.values() for name in names]
 
     def write(self, path: Path, vocabulary: Mapping[str, Any], names: Iterable[str]) -> None:
         """Write the file, with the fields of a tokenizer; `names` iterates over `self.names`, perhaps with a bar."""
@@ -69,7 +69,7 @@ class GgufModel:
                 writer.add_key_value(key, value, *_kinds(value))
         if self._factors is not None:
             writer.add_tensor_info(_FACTORS, self._factors.shape, np.dtype(np.float32), self._factors.nbytes)
-        for name in self._held:
+        for name in self._sources:
             shape, dtype, block_type = self._layout(name)
             kind = None if block_type is None else gguf.GGMLQuantizationType[block_type]
             writer.add_tensor_info(name, shape, dtype, int(np.prod(shape)) * dtype.itemsize, kind)
@@ -78,17 +78,17 @@ class GgufModel:
         writer.write_ti_data_to_file()
         if self._factors is not None:
             writer.write_tensor_data(self._factors)
-        for name, held in groupby(names, self._name):
+        for name, members in groupby(names, self._name):
             shape, dtype, _ = self._layout(name)
-            whole = np.empty((len(self._held[name]), int(np.prod(shape)) // len(self._held[name])), dtype)
-            for own, each in zip(whole, held, strict=True):
-                own[:] = self._rows(each).numpy().ravel()
+            whole = np.empty((len(self._sources[name]), int(np.prod(shape)) // len(self._sources[name])), dtype)
+            for row, each in zip(whole, members, strict=True):
+                row[:] = self._rows(each).numpy().ravel()
             writer.write_tensor_data(whole)
         writer.close()
 
     def _stored(self, name: str) -> tuple[tuple[int, ...], str]:
         """Return shape and type of a tensor by GGUF's name; experts are along the first dimension."""
-        first, *others = self._held[name]
+        first, *others = self._sources[name]
         stored = self._source.tensors[first]
         part = name.split(".")[-2]
         if part in ONE_ROW:
@@ -105,11 +105,11 @@ class GgufModel:
 
     def _rows(self, name: str) -> Tensor:
         """Return a tensor as it is stored in the file."""
-        held = self._source.read_quantized(name)
-        if isinstance(held, GgufBlocks):
-            blocks = held.stored
+        weight = self._source.read_quantized(name)
+        if isinstance(weight, GgufBlocks):
+            blocks = weight.stored
         else:
-            blocks = plain_weight(self._source, name).float()
+            blocks = unquantized_weight(self._source, name).float()
             if "norm" in name.rpartition(".")[0].rpartition(".")[2]:
                 blocks = blocks - self._architecture.norm_shift
         part = self._name(name).split(".")[-2]
@@ -119,20 +119,20 @@ class GgufModel:
         return by_half.transpose(1, 2).reshape(blocks.shape).contiguous()
 
     def _name(self, name: str) -> str:
-        place, _, kind = name.rpartition(".")
-        for own, theirs in OUTER.items():
-            if place == theirs:
-                return f"{own}.{kind}"
-        found = _LAYER.fullmatch(name)
-        for own, theirs in self._architecture.layer.items():
-            if found is not None and _EXPERT.sub(".experts.{expert}.", found[2]) == theirs:
-                return f"blk.{found[1]}.{own}.{found[3] or 'weight'}"
+        module, _, kind = name.rpartition(".")
+        for part, theirs in OUTER.items():
+            if module == theirs:
+                return f"{part}.{kind}"
+        match = _LAYER.fullmatch(name)
+        for part, theirs in self._architecture.layer.items():
+            if match is not None and _EXPERT.sub(".experts.{expert}.", match[2]) == theirs:
+                return f"blk.{match[1]}.{part}.{match[3] or 'weight'}"
         raise UnsupportedModelError(f"{name} has no name in GGUF")
 
     def _check(self) -> None:
         """Raise an error unless the configuration that is read from the fields is the model's."""
-        found = {name: self._stored(name) for name in self._held}
-        stored = {name: GgufTensor(Path(), shape, BLOCK_OF[kind], 0) for name, (shape, kind) in found.items()}
+        layouts = {name: self._stored(name) for name in self._sources}
+        stored = {name: GgufTensor(Path(), shape, BLOCK_OF[kind], 0) for name, (shape, kind) in layouts.items()}
         config = config_of(architecture_of(self.fields).settings(self.fields, stored))
         config = replace(config, dtype=self._config.dtype, eos_token_ids=self._config.eos_token_ids)
         if self._factors is not None:  # these are a tensor, not a field

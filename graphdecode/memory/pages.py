@@ -40,9 +40,9 @@ def storage_spans(tensors: Iterable[Tensor]) -> set[tuple[int, int]]:
 def check_can_release(device: torch.device) -> None:
     """Raise NotSupportedError if `release_memory` cannot give memory of a device back."""
     if device.type != "cpu" or sys.platform != "linux":
-        where = sys.platform if device.type == "cpu" else device.type
+        system = sys.platform if device.type == "cpu" else device.type
         raise NotSupportedError(
-            f"memory is released only on a CPU under Linux, and this is {where}: CUDA needs enable_sleep_mode=True "
+            f"memory is released only on a CPU under Linux, and this is {system}: CUDA needs enable_sleep_mode=True "
             "when the model is loaded; close() frees all of it"
         )
 

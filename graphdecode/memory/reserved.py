@@ -79,7 +79,7 @@ class ReservedMemory:
 
     def take(self, tensors: Sequence[Tensor]) -> None:
         """Move tensors here, and whatever shares memory with them; their old memory goes back to the driver."""
-        wanted = {begin for begin, end in storage_spans(tensors) if end > begin}
+        addresses = {begin for begin, end in storage_spans(tensors) if end > begin}
         sharing: dict[int, list[Tensor]] = defaultdict(list)
         is_frozen = gc.get_freeze_count() > 0
         gc.unfreeze()  # the collector does not list what it is spared
@@ -89,7 +89,7 @@ class ReservedMemory:
         if is_frozen:
             gc.freeze()
         with torch.no_grad():
-            for begin in wanted:
+            for begin in addresses:
                 old = sharing[begin][0].untyped_storage()
                 new = self.zeros((old.nbytes(),), torch.uint8).untyped_storage().copy_(old)
                 for each in sharing.pop(begin):

@@ -58,7 +58,7 @@ class Block:
         return sum(each.read_bytes(rows) if isinstance(each, Block) else each.nbytes for each in children)
 
 
-def each_once(tensors: Iterable[Tensor]) -> list[Tensor]:
+def unique_tensors(tensors: Iterable[Tensor]) -> list[Tensor]:
     """Return tensors in order, without duplicates."""
     return list({id(tensor): tensor for tensor in tensors}.values())
 

@@ -28,8 +28,8 @@ def cache_scale_names(tensors: Mapping[str, Stored], num_layers: int) -> list[tu
 
 def read_cache_scales(source: TensorSource, num_layers: int, num_kv_heads: int) -> list[tuple[float, float]]:
     """Return the key and value scales of each layer; 1.0 by default."""
-    found = cache_scale_names(source.tensors, num_layers)
-    pairs = [[1.0, 1.0] if pair is None else [_scale(source, name, num_kv_heads) for name in pair] for pair in found]
+    names = cache_scale_names(source.tensors, num_layers)
+    pairs = [[1.0, 1.0] if pair is None else [_scale(source, name, num_kv_heads) for name in pair] for pair in names]
     return [(key, value) for key, value in pairs]
 
 

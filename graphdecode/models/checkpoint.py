@@ -39,7 +39,7 @@ _ALWAYS = ("repetition_penalty",)
 GENERATION_FILE = "generation_config.json"
 
 
-def _what_is_missing(file: Path) -> str | None:
+def _truncation(file: Path) -> str | None:
     """Return a message if a safetensors file is truncated, else None."""
     with suppress(OSError, ValueError, TypeError, KeyError, struct.error), file.open("rb") as opened:
         (header_bytes,) = struct.unpack("<Q", opened.read(8))
@@ -83,32 +83,32 @@ class Checkpoint:
     @cached_property
     def tensors(self) -> Mapping[str, Stored]:
         """All tensors; quantized ones with the names and shapes of the original weights."""
-        found: dict[str, Stored] = {}
-        for file in (self._plain(name) for name in self._file_names()):
+        tensors: dict[str, Stored] = {}
+        for file in (self._regular_file(name) for name in self._file_names()):
             refuse_pointer(file)
             try:
                 with safe_open(file, framework="pt") as reader:
                     for name in reader.keys():  # noqa: SIM118 (not a mapping)
                         part = reader.get_slice(name)
-                        found[name] = Stored(tuple(part.get_shape()), part.get_dtype())
+                        tensors[name] = Stored(tuple(part.get_shape()), part.get_dtype())
                         self._location_of[name] = (file, name)
             except (OSError, SafetensorError) as error:
-                raise CheckpointError(f"{file}: {_what_is_missing(file) or error}") from error
-        self._ours = self._names(found)
-        self._skipped = [name for name in found if name not in self._ours]
+                raise CheckpointError(f"{file}: {_truncation(file) or error}") from error
+        self._ours = self._names(tensors)
+        self._skipped = [name for name in tensors if name not in self._ours]
         self._location_of = {name: self._location_of[stored] for stored, name in self._ours.items()}
-        found = {name: found[stored] for stored, name in self._ours.items()}
+        tensors = {name: tensors[stored] for stored, name in self._ours.items()}
         quantization = self._quantization
         if quantization is None:
-            return found
-        self._packed = dict(quantization.find(found, self._part))
+            return tensors
+        self._packed = dict(quantization.find(tensors, self._part))
         used = {name for packed in self._packed.values() for name in packed.tensors.values()}
-        plain = {
+        unquantized = {
             name: stored
-            for name, stored in found.items()
+            for name, stored in tensors.items()
             if name not in used and not name.endswith(quantization.unused_suffixes)
         }
-        return plain | {name: packed.stored for name, packed in self._packed.items()}
+        return unquantized | {name: packed.stored for name, packed in self._packed.items()}
 
     @property
     def skipped(self) -> list[str]:
@@ -137,18 +137,18 @@ class Checkpoint:
         with safe_open(file, framework="pt", device=str(device)) as reader:
             return reader.get_slice(stored)[part] if part else reader.get_tensor(stored)
 
-    def _names(self, found: Mapping[str, Stored]) -> dict[str, str]:
+    def _names(self, tensors: Mapping[str, Stored]) -> dict[str, str]:
         """Return the text model's tensors by their names in the files -> as a model with a head has them."""
-        ours = dict(text_names(found))
+        ours = dict(text_names(tensors))
         try:
             config = self.config()
         except UnsupportedModelError:
             return ours
         (embedding, *_) = family_of(config.architecture).weights(config)["embedding"]
         table = embedding.name
-        if table in found or table in ours.values():
+        if table in tensors or table in ours.values():
             return ours
-        if table.removeprefix(_PREFIX) in found:
+        if table.removeprefix(_PREFIX) in tensors:
             return {name: name if name.startswith("lm_head.") else f"{_PREFIX}{name}" for name in ours}
         if config.tie_word_embeddings:  # the output layer's tensor is then the embedding
             module = table.removesuffix(".weight")
@@ -170,8 +170,8 @@ class Checkpoint:
         if ADAPTER_FILE in names:
             base = read_json(self.folder / ADAPTER_FILE).get("base_model_name_or_path")
             model = f"of {shown(base, plain=True)} " if isinstance(base, str) and base else ""
-            what = f"is an adapter (LoRA) {model}and no whole model: run that model with it, by lora_request of"
-            return f"{self.folder} {what} LLM.generate, chat --lora or serve --lora-modules"
+            kind = f"is an adapter (LoRA) {model}and no whole model: run that model with it, by lora_request of"
+            return f"{self.folder} {kind} LLM.generate, chat --lora or serve --lora-modules"
         expected = "a checkpoint folder holds config.json, safetensors and a tokenizer"
         if not names:
             return f"{self.folder} is empty; {expected}"
@@ -199,13 +199,13 @@ class Checkpoint:
         strange = [name for name in names if name in ("", ".", "..") or any(sign in name for sign in "/\\\0")]
         if strange:
             raise CheckpointError(f"{index}: a shard is a file of the folder, got {shown(strange[0])}")
-        there = {file.name for file in folder.iterdir()}  # a shard's name may be invalid in the file system
-        absent = [name for name in names if name not in there]
+        existing = {file.name for file in folder.iterdir()}  # a shard's name may be invalid in the file system
+        absent = [name for name in names if name not in existing]
         if absent:
             raise CheckpointError(f"{folder} lacks the shards {', '.join(shown(name, plain=True) for name in absent)}")
         yield from names
 
-    def _plain(self, name: str) -> Path:
+    def _regular_file(self, name: str) -> Path:
         """Return the path of a regular file of the folder; links out of it are refused."""
         file = self.folder / name
         require_file(file)

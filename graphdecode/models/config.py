@@ -57,7 +57,7 @@ class ModelShape:
         layers = self.num_hidden_layers
         keys = self.layer_keys or (Keys(self.num_key_value_heads, self.head_dim),) * layers
         with_keys = [state is None or state.beside_keys for state in self.recurrent] or [True] * layers
-        return [each if own and each.shared_with is None else None for each, own in zip(keys, with_keys, strict=True)]
+        return [each if has and each.shared_with is None else None for each, has in zip(keys, with_keys, strict=True)]
 
     @property
     def value_dim(self) -> int:
@@ -95,7 +95,7 @@ class ModelConfig(ModelShape):
     logits_soft_cap: float = 0.0  # 0: none
     mixer: Any = None  # sizes of the mixer with a recurrent state, a type of the family
 
-    def keeps_state(self, layer: int) -> bool:
+    def has_state(self, layer: int) -> bool:
         """Whether a layer has a recurrent state, with or without keys and values."""
         return bool(self.recurrent) and self.recurrent[layer] is not None
 

@@ -20,7 +20,7 @@ from graphdecode.cache import LayerCache, LayerState
 from graphdecode.linear.experts import ExpertForm
 from graphdecode.linear.weight_form import WeightForm
 from graphdecode.models.adapters import AdapterSlots
-from graphdecode.models.blocks import Addend, Block, Head, Layer, Output, Stem, each_once
+from graphdecode.models.blocks import Addend, Block, Head, Layer, Output, Stem, unique_tensors
 from graphdecode.models.config import ModelConfig
 from graphdecode.models.forward_context import AppendAndAttend, Attend, ForwardContext, Tokens, append_tokens
 from graphdecode.models.model import Chunks, DecodeInputs, Model
@@ -30,9 +30,9 @@ def tokens_of(batch: DecodeInputs | Chunks) -> Tokens:
     """Return the tokens of a decode step or of prompt chunks."""
     if isinstance(batch, Chunks):
         return Tokens(*batch[:4], *batch[6:], in_chunks=True)
-    where = (batch.rows, batch.pre_step_seqlens, batch.live_rows, batch.page_table)
+    fields = (batch.rows, batch.pre_step_seqlens, batch.live_rows, batch.page_table)
     states = (batch.scan_rows, batch.kept_states)
-    return Tokens(batch.tokens, *where, batch.state_rows, batch.rolling_table, batch.adapters, *states)
+    return Tokens(batch.tokens, *fields, batch.state_rows, batch.rolling_table, batch.adapters, *states)
 
 
 def attend_step(tokens: Tokens, attention: PagedDecodeAttention) -> Attend:
@@ -113,7 +113,7 @@ class Decoder(Model):
     @property
     def constants(self) -> list[Tensor]:
         """All tensors that a step only reads, without duplicates."""
-        return each_once([tensor for block in self.blocks for tensor in block.tensors])
+        return unique_tensors([tensor for block in self.blocks for tensor in block.tensors])
 
     def products(self) -> Iterator[tuple[str, WeightForm | ExpertForm]]:
         """Yield name and form of each product of a step."""

@@ -50,7 +50,7 @@ def adapter_bytes(
     family = family_of(config.architecture)
     weight_map = family.weights(config)
     adapted = [
-        param_name for param_name, found in weight_map.items() if can_adapt(param_name) and len(found[0].shape) == 2
+        param_name for param_name, weights in weight_map.items() if can_adapt(param_name) and len(weights[0].shape) == 2
     ]
     adapted += ["embedding"] * 2  # a tied output layer has its own adapters
     of_experts = (

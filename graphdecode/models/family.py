@@ -124,8 +124,8 @@ def family_of(architecture: object) -> Family:
     """Return the family of an architecture; raise UnsupportedModelError if it is unknown."""
     known = known_families()
     if not isinstance(architecture, str) or architecture not in known:
-        asked = f"architecture {shown(architecture, plain=True)} is not supported"
-        raise UnsupportedModelError(f"{asked}; supported are {', '.join(known)}; a family {BRING_YOUR_OWN}")
+        message = f"architecture {shown(architecture, plain=True)} is not supported"
+        raise UnsupportedModelError(f"{message}; supported are {', '.join(known)}; a family {BRING_YOUR_OWN}")
     family = FAMILIES[architecture]
     if isinstance(family, str):
         module, _, name = family.partition(".")

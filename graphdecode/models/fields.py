@@ -37,12 +37,12 @@ _MOST_BYTES = 256 * 2**20  # of a JSON file; the largest known index has 10 MB
 
 
 @contextmanager
-def errors_name(where: object) -> Iterator[None]:
+def errors_name(source: object) -> Iterator[None]:
     """Let the messages of UnsupportedModelErrors begin with a file, or what else is read."""
     try:
         yield
     except UnsupportedModelError as error:
-        raise UnsupportedModelError(f"{where}: {error}") from error
+        raise UnsupportedModelError(f"{source}: {error}") from error
 
 
 def count(settings: Mapping[str, Any], name: str, default: int | None = None, *, least: int = 1) -> int:

@@ -75,18 +75,18 @@ class Tokens(NamedTuple):
         assert self.state_rows is not None  # the engine gives them to a model that has states
         count, rows = self.ids.shape[0], self.rows if self.scan_rows is None else self.scan_rows
         is_dead = torch.arange(count, dtype=torch.int32, device=rows.device) >= self.live  # may have any values
-        own = self.state_rows.index_select(0, rows.clamp(0, self.state_rows.shape[0] - 1))
+        current = self.state_rows.index_select(0, rows.clamp(0, self.state_rows.shape[0] - 1))
         before, after = (
             torch.where(is_dead, states.null_row, each).to(torch.int64)
-            for each in (own, own if self.kept_states is None else self.kept_states)
+            for each in (current, current if self.kept_states is None else self.kept_states)
         )
         is_new = (self.positions == 0) | is_dead
         queries = 1 if self.kept_states is None else count // self.state_rows.shape[0]
         width = count if self.in_chunks else queries
         for first in range(width):
             at = slice(first, count, width)
-            known = after[first - 1 :: width] if first and self.kept_states is not None else before[at]
-            yield StateStep(slice(begin + first, begin + count, width), known, after[at], is_new[at])
+            before_step = after[first - 1 :: width] if first and self.kept_states is not None else before[at]
+            yield StateStep(slice(begin + first, begin + count, width), before_step, after[at], is_new[at])
 
     def adapter_span(self, begin: int) -> AdapterSpan | None:
         """Return the tokens, at `begin` of the pass, with their adapters; None if no row has one."""
@@ -98,8 +98,8 @@ class Tokens(NamedTuple):
 def append_tokens(q: Tensor, cache: LayerCache, qkv: Tensor, tokens: Tokens, rope: QKNormRope) -> None:
     """Write rotated queries into `q`, and rotated keys and values into a layer's cache; see `rope_append`."""
     key, value, pages = cache.scales
-    where = (tokens.rows, tokens.positions, tokens.live, tokens.page_table_of(cache))
-    rope_append(q, cache.keys, cache.values, qkv, *where, rope, k_scale=key, v_scale=value, scales=pages)
+    placement = (tokens.rows, tokens.positions, tokens.live, tokens.page_table_of(cache))
+    rope_append(q, cache.keys, cache.values, qkv, *placement, rope, k_scale=key, v_scale=value, scales=pages)
 
 
 class Unnormed(NamedTuple):

@@ -56,22 +56,22 @@ class Stack(NamedTuple):
     parts: tuple[Part, ...]  # of one expert
     names: ExpertNames
 
-    def oriented(self, found: LowRank, version: Any) -> LowRank | None:
+    def oriented(self, adapter: LowRank, version: Any) -> LowRank | None:
         """Return an adapter of the weights as [outputs, inputs]; None if that is ambiguous.
 
         In PEFT 0.17, which names no version, and 0.18, A has the stack's second dimension; in 0.21 the inputs.
         """
         experts, outputs, inputs = self.names.experts, sum(part.shape[0] for part in self.parts), self.parts[0].shape[1]
-        found = found._replace(experts=experts)
-        if found.down.dim() != 2 or found.up.dim() != 2:
-            return found  # `_check` refuses it
-        if (*found.down.shape[1:], *found.up.shape[:1]) != (outputs, inputs):
-            return found
+        adapter = adapter._replace(experts=experts)
+        if adapter.down.dim() != 2 or adapter.up.dim() != 2:
+            return adapter  # `_check` refuses it
+        if (*adapter.down.shape[1:], *adapter.up.shape[:1]) != (outputs, inputs):
+            return adapter
         if outputs == inputs:
             is_old = version is None or str(version).startswith(("0.17.", "0.18."))
             if str(version).startswith(("0.19.", "0.20.")):
                 return None
             if self.names.layout.transposed or not is_old:
-                return found
-        is_whole = found.down.shape[0] % experts == found.up.shape[-1] % experts == 0
-        return found.transposed() if is_whole else found
+                return adapter
+        is_whole = adapter.down.shape[0] % experts == adapter.up.shape[-1] % experts == 0
+        return adapter.transposed() if is_whole else adapter

@@ -14,7 +14,7 @@ from graphdecode.cache import LayerState
 from graphdecode.linear.experts import ExpertForm
 from graphdecode.linear.weight_form import WeightForm
 from graphdecode.models.adapters import AdapterSlots
-from graphdecode.models.blocks import each_once
+from graphdecode.models.blocks import unique_tensors
 from graphdecode.models.config import ModelShape
 
 # staging blocks
@@ -89,7 +89,7 @@ class Model(ABC):
     def workspace(self) -> list[Tensor]:
         """Tensors that a step writes temporarily, and restores."""
         forms = (form for _, form in self.products() if isinstance(form, WeightForm))
-        return each_once(tensor for form in forms for tensor in form.workspace)
+        return unique_tensors(tensor for form in forms for tensor in form.workspace)
 
     @property
     def weight_bytes(self) -> int:
@@ -102,12 +102,12 @@ class Model(ABC):
 
     def linear_choices(self, rows: int) -> dict[str, dict[str, Any]]:
         """Return path and measurements of each product in a step of `rows` rows, by name and shape."""
-        found: dict[str, dict[str, Any]] = {}
+        choices: dict[str, dict[str, Any]] = {}
         for name, form in self.products():
             *experts, out_features, in_features = form.shape
             among = f" of {experts[0]} experts" if experts else ""
-            found[f"{name} {out_features}x{in_features}{among}"] = form.choice(rows).as_report()
-        return found
+            choices[f"{name} {out_features}x{in_features}{among}"] = form.choice(rows).as_report()
+        return choices
 
     @abstractmethod
     def decode(self, batch: DecodeInputs, caches: Sequence[LayerState], attention: PagedDecodeAttention) -> Tensor:

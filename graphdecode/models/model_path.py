@@ -141,16 +141,16 @@ def _in_model_folders(name: str) -> Path | None:
 
 def local_models() -> list[LocalModel]:
     """Return all models on this machine; some may not be supported."""
-    found = [LocalModel("demo", DEMO, "shipped")]
+    models = [LocalModel("demo", DEMO, "shipped")]
     for package in INSTALLABLE:
         file = package.installed_file()
         if file is not None:
-            found.append(LocalModel(package.name, file, "installed"))
+            models.append(LocalModel(package.name, file, "installed"))
     for folder in model_folders():
-        found += [LocalModel(str(path.relative_to(folder)), path, str(folder)) for path in _models_below(folder)]
-    found += _cached()
+        models += [LocalModel(str(path.relative_to(folder)), path, str(folder)) for path in _models_below(folder)]
+    models += _cached()
     first: dict[str, LocalModel] = {}
-    for model in found:  # the first of each name
+    for model in models:  # the first of each name
         first.setdefault(model.name, model)
     return list(first.values())
 
@@ -227,14 +227,14 @@ def resolve_model_path(model: str | Path) -> Path:
             f"model {shown(name)} is a shape, with random weights and no tokenizer: only `graphdecode profile`, "
             "`buckets` and `inspect` take one"
         )
-    found = _in_model_folders(name)
-    if found is not None:
-        return _gguf_in(found) or found
+    local = _in_model_folders(name)
+    if local is not None:
+        return _gguf_in(local) or local
     if path.suffix == SUFFIX:
-        raise ModelSourceError(f"model {shown(name)}: there is no such file, and {_elsewhere()}; {_here(name)}")
+        raise ModelSourceError(f"model {shown(name)}: there is no such file, and {_elsewhere()}; {_listed(name)}")
     if not re.fullmatch(r"[\w.-]+/[\w.-]+(:[\w.-]+)?", name) or path.is_absolute():
         raise ModelSourceError(
-            f"model {shown(name)} is not a folder, {_elsewhere()}, not a repository id (owner/name); {_here(name)}"
+            f"model {shown(name)} is not a folder, {_elsewhere()}, not a repository id (owner/name); {_listed(name)}"
         )
     return _fetched(name)
 
@@ -271,19 +271,19 @@ def _elsewhere() -> str:
     return f"in no folder of {VARIABLE} ({folders})"
 
 
-def _here(name: str) -> str:
-    here = [model.name for model in local_models()]
-    return f"this machine has {', '.join(here)}{resembling(name, [*here, *(each.name for each in INSTALLABLE)])}"
+def _listed(name: str) -> str:
+    names = [model.name for model in local_models()]
+    return f"this machine has {', '.join(names)}{resembling(name, [*names, *(each.name for each in INSTALLABLE)])}"
 
 
 def _gguf_in(path: Path) -> Path | None:
-    found = models_in(path) if path.is_dir() else []
-    return path / _only_one(found, str(path), "give the path of one of them") if found else None
+    models = models_in(path) if path.is_dir() else []
+    return path / _only_one(models, str(path), "give the path of one of them") if models else None
 
 
-def _only_one(models: list[str], where: str, otherwise: str) -> str:
+def _only_one(models: list[str], source: str, otherwise: str) -> str:
     if len(models) > 1:
-        raise ModelSourceError(f"{where} holds {len(models)} models, {', '.join(models)}: {otherwise}")
+        raise ModelSourceError(f"{source} holds {len(models)} models, {', '.join(models)}: {otherwise}")
     return models[0]
 
 
@@ -323,7 +323,7 @@ def _fetched(model: str) -> Path:
         reason = " ".join(str(error).split())
         raise ModelSourceError(
             f"model {name!r} is not a folder, {_elsewhere()}, not in the cache ({constants.HF_HUB_CACHE}), and it "
-            f"could not be fetched from the hub: is there a network? ({reason}) {_here(name)}"
+            f"could not be fetched from the hub: is there a network? ({reason}) {_listed(name)}"
         ) from error
 
 
@@ -331,12 +331,12 @@ def _fetched_gguf(folder: Path, name: str, quantization: str) -> Path | None:
     """Fetch a repository's GGUF file of one quantization, unless cached."""
     from huggingface_hub import list_repo_files, snapshot_download
 
-    here = of_quantization(models_among(path.name for path in folder.iterdir()), quantization)
-    there = here or models_among(list_repo_files(name))
-    found = of_quantization(there, quantization)
-    if quantization and not found:
-        raise ModelSourceError(f"{name} holds no model {quantization!r}; it holds {', '.join(there) or 'none in GGUF'}")
-    if not found:
+    cached = of_quantization(models_among(path.name for path in folder.iterdir()), quantization)
+    names = cached or models_among(list_repo_files(name))
+    matches = of_quantization(names, quantization)
+    if quantization and not matches:
+        raise ModelSourceError(f"{name} holds no model {quantization!r}; it holds {', '.join(names) or 'none in GGUF'}")
+    if not matches:
         return None
-    file = _only_one(found, name, f"name one by its quantization, as in {name}:Q4_K_M")
+    file = _only_one(matches, name, f"name one by its quantization, as in {name}:Q4_K_M")
     return Path(snapshot_download(name, allow_patterns=shards_of(file))) / file

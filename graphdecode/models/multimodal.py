@@ -42,11 +42,11 @@ def text_settings(settings: dict[str, Any]) -> dict[str, Any]:
         return settings
     of_whole = {name: settings[name] for name in _OF_WHOLE if settings.get(name) is not None}
     sizes = SIZES.get(kind, {}) if isinstance(kind, str) else {}
-    found = {**settings, **sizes, **stated, **of_whole, "architectures": [ARCHITECTURES[family]]}
-    scaling = found.get("rope_scaling")
+    merged = {**settings, **sizes, **stated, **of_whole, "architectures": [ARCHITECTURES[family]]}
+    scaling = merged.get("rope_scaling")
     if isinstance(scaling, dict) and scaling.get("type", scaling.get("rope_type")) == "mrope":
-        found["rope_scaling"] = None  # positions of text are equal in all sections
-    return found
+        merged["rope_scaling"] = None  # positions of text are equal in all sections
+    return merged
 
 
 def text_names(names: Iterable[str]) -> Mapping[str, str]:
@@ -57,5 +57,5 @@ def text_names(names: Iterable[str]) -> Mapping[str, str]:
     names = list(names)
     if not any(_TEXT.fullmatch(name) for name in names):
         return {name: name for name in names if not _OTHERS.fullmatch(name)}
-    found = {name: f"model.{match['module']}" for name in names if (match := _TEXT.fullmatch(name))}
-    return found | {name: match["module"] for name in names if (match := _HEAD.fullmatch(name))}
+    renamed = {name: f"model.{match['module']}" for name in names if (match := _TEXT.fullmatch(name))}
+    return renamed | {name: match["module"] for name in names if (match := _HEAD.fullmatch(name))}

@@ -28,8 +28,8 @@ DEQUANTIZE = "none"  # value of `quantize` that dequantizes stored weights
 class _Piece(NamedTuple):
     stack: str  # name of the stack [experts, ...]
     expert: Shard  # the expert's shard of the stack
-    place: int  # index of this product among an expert's
-    places: int  # products of an expert in the stack
+    product: int  # index of this product among an expert's
+    total: int  # products of an expert in the stack
     shape: tuple[int, ...]
 
 
@@ -43,24 +43,24 @@ class SeparateExperts:
         self._source, self._layout = source, layout
         self._pieces: dict[str, _Piece] = {}
         self._named: dict[str, str] = {}  # names in `separate` -> names in `stacked`, if only these differ
-        for place, ours in separate.items():
-            theirs = stacked[place]
+        for param_name, ours in separate.items():
+            theirs = stacked[param_name]
             if len(theirs) == len(ours):
                 self._named |= {part.name: their.name for part, their in zip(ours, theirs, strict=True)}
                 continue
             stack, count = theirs[0].name, theirs[0].shape[0]
-            places = len(ours) // count  # ordered by experts
+            num_products = len(ours) // count  # ordered by experts
             for index, part in enumerate(ours):
-                expert = Shard(index // places, count, 0)
-                self._pieces[part.name] = _Piece(stack, expert, index % places, places, part.shape)
+                expert = Shard(index // num_products, count, 0)
+                self._pieces[part.name] = _Piece(stack, expert, index % num_products, num_products, part.shape)
 
     @cached_property
     def tensors(self) -> Mapping[str, Stored]:
-        there = self._source.tensors
+        tensors = self._source.tensors
         used = {piece.stack for piece in self._pieces.values()} | set(self._named.values())
-        found = {name: stored for name, stored in there.items() if name not in used}
-        found |= {name: there[theirs] for name, theirs in self._named.items() if theirs in there}
-        return found | {name: Stored(piece.shape, there[piece.stack].dtype) for name, piece in self._pieces.items()}
+        result = {name: stored for name, stored in tensors.items() if name not in used}
+        result |= {name: tensors[theirs] for name, theirs in self._named.items() if theirs in tensors}
+        return result | {name: Stored(piece.shape, tensors[piece.stack].dtype) for name, piece in self._pieces.items()}
 
     def read(self, name: str, out: Tensor, shard: Shard | None = None) -> None:
         """Write a tensor, or a shard of it, into `out`, without reading other experts."""
@@ -69,15 +69,17 @@ class SeparateExperts:
             self._source.read(self._named.get(name, name), out, shard)
             return
         if self._layout.transposed:
-            own = out.new_empty((1, *self._source.tensors[piece.stack].shape[1:]))
-            self._source.read(piece.stack, own, piece.expert)
-            own = own.mT if own.ndim > 2 else own
+            values = out.new_empty((1, *self._source.tensors[piece.stack].shape[1:]))
+            self._source.read(piece.stack, values, piece.expert)
+            values = values.mT if values.ndim > 2 else values
             interleaved = self._layout.interleaved
-            own = own[:, piece.place :: piece.places] if interleaved else own.chunk(piece.places, 1)[piece.place]
+            values = (
+                values[:, piece.product :: piece.total] if interleaved else values.chunk(piece.total, 1)[piece.product]
+            )
         else:
-            own = out.new_empty((1, *piece.shape))
-            self._source.read(piece.stack, own, Shard(piece.place, piece.places, 1, within=piece.expert))
-        out.copy_(own[0] if shard is None else own[0][shard.slices(piece.shape)])
+            values = out.new_empty((1, *piece.shape))
+            self._source.read(piece.stack, values, Shard(piece.product, piece.total, 1, within=piece.expert))
+        out.copy_(values[0] if shard is None else values[0][shard.slices(piece.shape)])
 
 
 class QuantizingSource:
@@ -97,8 +99,8 @@ class QuantizingSource:
 
     @cached_property
     def tensors(self) -> Mapping[str, Stored]:
-        there = self._source.tensors
-        return {name: stored._replace(dtype=self._types.get(name, stored.dtype)) for name, stored in there.items()}
+        tensors = self._source.tensors
+        return {name: stored._replace(dtype=self._types.get(name, stored.dtype)) for name, stored in tensors.items()}
 
     def read(self, name: str, out: Tensor, shard: Shard | None = None) -> None:
         quantized = self.read_quantized(name)
@@ -111,7 +113,7 @@ class QuantizingSource:
     def read_quantized(self, name: str, expert: int | None = None) -> QuantizedWeight | None:
         if name not in self._types:
             return None
-        return self.quantization.quantized(plain_weight(self._source, name), self._types[name])
+        return self.quantization.quantized(unquantized_weight(self._source, name), self._types[name])
 
 
 def quantized_on_load(source: TensorSource, config: ModelConfig, name: str, group_size: int | None) -> QuantizingSource:
@@ -139,19 +141,19 @@ def quantized_on_load(source: TensorSource, config: ModelConfig, name: str, grou
         source = SeparateExperts(source, stored, weight_map, family.stack_layout)
     products = [
         part
-        for place, found in weight_map.items()
-        for part in found
-        if place.startswith("layers.") and len(part.shape) == 2 and not place.endswith(("router", "kv_b"))
+        for param_name, weights in weight_map.items()
+        for part in weights
+        if param_name.startswith("layers.") and len(part.shape) == 2 and not param_name.endswith(("router", "kv_b"))
     ]
     quantization = online_quantizations()[name].sized(group_size, (part.shape[1] for part in products))
     types = {part.name: quantization.type_of(part.name, part.shape[1], is_outer=False) for part in products}
-    for place in ("embedding", "lm_head") if quantization.covers_embedding else ():
-        outer = weight_map.get(place, ())
+    for param_name in ("embedding", "lm_head") if quantization.covers_embedding else ():
+        outer = weight_map.get(param_name, ())
         types |= {part.name: quantization.type_of(part.name, part.shape[1], is_outer=True) for part in outer}
     return QuantizingSource(source, weight_map, types, quantization)
 
 
-def plain_weight(source: TensorSource, name: str) -> Tensor:
+def unquantized_weight(source: TensorSource, name: str) -> Tensor:
     """Return a tensor of a source in its own dtype."""
     stored = source.tensors[name]
     out = torch.empty(stored.shape, dtype=PLAIN_DTYPES.get(stored.dtype, torch.float32))
@@ -188,9 +190,9 @@ def quantizing_source(
         types = {stored.dtype: name for name, stored in quantizing.tensors.items() if stored.dtype not in PLAIN_DTYPES}
         for kind, name in types.items():  # without a form, it would be dequantized again
             if quantized_form(quantizing, LinearNames((name,)), options) is None:
-                where = options.device.type
+                device = options.device.type
                 raise ArgumentError(
-                    f"quantize={quantize!r} is not available here: nothing multiplies {kind} on a {where}"
+                    f"quantize={quantize!r} is not available here: nothing multiplies {kind} on a {device}"
                 )
         return quantizing
     if group_size is not None:

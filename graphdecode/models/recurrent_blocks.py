@@ -73,8 +73,8 @@ class RecurrentMixer(Mixer):
 
     def read_bytes(self, rows: int | None = None) -> int:
         """Return the bytes of products, norms and float32 tensors."""
-        own = [value for value in vars(self).values() if not isinstance(value, WeightForm)]
-        tensors = [tensor for value in own for tensor in tensors_in(value)]
+        values = [value for value in vars(self).values() if not isinstance(value, WeightForm)]
+        tensors = [tensor for value in values for tensor in tensors_in(value)]
         return super().read_bytes(rows) + sum(tensor.nbytes for tensor in tensors if tensor.is_floating_point())
 
 
@@ -166,9 +166,9 @@ class JointlyNormedMamba2(Mamba2):
         active = torch.nn.functional.silu(gate.float())
         x = read.float() if self.norm_first else read.float() * active
         squares = x.new_zeros(x.shape[0], self.collectives.count // self.ranks_of_group)
-        own = squares[:, self.collectives.rank // self.ranks_of_group]
-        own.copy_(x.square().sum(1))
+        of_group = squares[:, self.collectives.rank // self.ranks_of_group]
+        of_group.copy_(x.square().sum(1))
         self.collectives.all_reduce(squares, self.param_name)
-        scale = torch.rsqrt(own / (x.shape[1] * self.ranks_of_group) + self.norm.eps)
+        scale = torch.rsqrt(of_group / (x.shape[1] * self.ranks_of_group) + self.norm.eps)
         x = x * scale[:, None] * self.norm.weight
         normed.copy_(x * active if self.norm_first else x)

@@ -29,7 +29,7 @@ def split_config(config: ModelShape, count: int) -> ModelConfig:
         raise ArgumentError(
             f"tensor_parallel_size={count} needs a family of graphdecode; {config.architecture} is run by transformers"
         )
-    attends = not config.recurrent or any(kept is None or kept.beside_keys for kept in config.recurrent)
+    attends = not config.recurrent or any(state is None or state.beside_keys for state in config.recurrent)
     sizes = {"num_attention_heads": config.num_attention_heads, "intermediate_size": config.intermediate_size}
     if not attends:
         del sizes["num_attention_heads"]
@@ -44,14 +44,14 @@ def split_config(config: ModelShape, count: int) -> ModelConfig:
     kv_heads = dict.fromkeys([config.num_key_value_heads, *(keys.heads for keys in config.layer_keys)])
     odd += [f"num_key_value_heads {heads}" for heads in kv_heads if heads % count and count % heads]
     mixer = config.mixer and config.mixer.split(count)
-    if mixer is None and any(kept is not None and kept.shapes for kept in config.recurrent):
+    if mixer is None and any(state is not None and state.shapes for state in config.recurrent):
         odd.append(f"the heads of recurrent layers, {config.mixer or 'whose sizes are not known'},")
     if odd:
         raise ArgumentError(f"tensor_parallel_size={count} does not divide {', '.join(odd)} of this model")
     experts = config.experts
     if experts is not None:
-        own, shared = experts.intermediate_size // count, experts.shared_intermediate_size // count
-        experts = replace(experts, intermediate_size=own, shared_intermediate_size=shared)
+        width, shared = experts.intermediate_size // count, experts.shared_intermediate_size // count
+        experts = replace(experts, intermediate_size=width, shared_intermediate_size=shared)
     return replace(
         config,
         num_attention_heads=max(config.num_attention_heads // count, 1),
@@ -61,8 +61,8 @@ def split_config(config: ModelShape, count: int) -> ModelConfig:
         experts=experts,
         mixer=mixer,
         recurrent=tuple(
-            kept if kept is None or not kept.shapes else replace(kept, shapes=mixer.state.shapes)
-            for kept in config.recurrent
+            state if state is None or not state.shapes else replace(state, shapes=mixer.state.shapes)
+            for state in config.recurrent
         ),
     )
 
@@ -80,8 +80,8 @@ class SplitSource:
             name: Stored(shape, source.tensors[name].dtype) for name, shape in shapes.items() if name in source.tensors
         }
         self.weight_map: WeightMap = {
-            param_name: tuple(part._replace(shape=shapes[part.name]) for part in found)
-            for param_name, found in weight_map.items()
+            param_name: tuple(part._replace(shape=shapes[part.name]) for part in weights)
+            for param_name, weights in weight_map.items()
         }
 
     def read(self, name: str, out: Tensor, shard: Shard | None = None) -> None:
@@ -106,16 +106,16 @@ class SplitSource:
         axis = part.split if expert is None else 2 - part.split  # a stack has its columns first
         cuts = [replace(cut, axis=axis) for cut in _cuts(part, part.split, self._rank, self._count)]
         with suppress(ValueError):  # a shard begins or ends within a group
-            found = [stored.part(cut) for cut in cuts]
-            if axis == 0 or len(found) == 1:
-                return type(stored).joined(found)
+            shards = [stored.part(cut) for cut in cuts]
+            if axis == 0 or len(shards) == 1:
+                return type(stored).joined(shards)
         if not isinstance(stored, Groups):
             return None
-        why = f"begins or ends within a group of {source.tensors[name].dtype}"
+        reason = f"begins or ends within a group of {source.tensors[name].dtype}"
         if stored.order is not None:
-            why = "has columns of all groups, for they are in another order (GPTQ's desc_act)"
+            reason = "has columns of all groups, for they are in another order (GPTQ's desc_act)"
         raise ArgumentError(
-            f"tensor_parallel_size={self._count} is not available: a part of {name}, {list(part.shape)}, {why}"
+            f"tensor_parallel_size={self._count} is not available: a part of {name}, {list(part.shape)}, {reason}"
         )
 
     def _shape(self, part: Part) -> tuple[int, ...]:
@@ -136,13 +136,13 @@ def split_adapter(adapter: Adapter, parts: WeightMap, rank: int, count: int) -> 
         whole = parts[param_name]
         if whole[0].split == 1:
             columns = [cut.slices(whole[0].shape)[1] for cut in _cuts(whole[0], 1, rank, count)]
-            down = torch.cat([down[..., own] for own in columns], dim=-1)
+            down = torch.cat([down[..., span] for span in columns], dim=-1)
         elif whole[0].split == 0:
             outputs = zip(whole, up.split([part.shape[0] for part in whole], dim=-1), strict=True)
             cuts = (
                 (of_part, cut.slices(part.shape)[0]) for part, of_part in outputs for cut in _cuts(part, 0, rank, count)
             )
-            up = torch.cat([of_part[..., own] for of_part, own in cuts], dim=-1)
+            up = torch.cat([of_part[..., span] for of_part, span in cuts], dim=-1)
         return down, up
 
     return replace(
@@ -162,5 +162,5 @@ def _cuts(part: Part, axis: int, rank: int, count: int) -> Iterator[Shard]:
 
 
 def _length(cut: Shard, shape: tuple[int, ...]) -> int:
-    found = cut.slices(shape)[cut.axis]
-    return found.stop - found.start
+    span = cut.slices(shape)[cut.axis]
+    return span.stop - span.start

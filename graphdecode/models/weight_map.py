@@ -69,25 +69,25 @@ def num_values(weight_map: WeightMap) -> int:
 def check(name: str, tensors: Mapping[str, Stored], weight_map: WeightMap, unused: frozenset[str]) -> None:
     """Raise `CheckpointError` for tensors that are missing, unexpected, misshapen or of an unsupported type."""
     expected = {part.name: part.shape for part in parts(weight_map)}
-    there = {name: tensors[name] for name in expected if name in tensors}
-    types = {stored.dtype for stored in there.values()}
+    present = {name: tensors[name] for name in expected if name in tensors}
+    types = {stored.dtype for stored in present.values()}
     unknown = {dtype for dtype in types - PLAIN_DTYPES.keys() if weight_type(dtype) is None}
     faults = {
-        "missing": _by_layers((name, "") for name in expected if name not in there),
+        "missing": _by_layers((name, "") for name in expected if name not in present),
         "unexpected": _by_layers(
             (name, "")
             for name in tensors
             if name not in expected and name not in unused and not name.endswith(_IGNORED_SUFFIXES)
         ),
         "misshapen": _by_layers(
-            (name, f"is {list(found.shape)} and should be {list(expected[name])}")
-            for name, found in there.items()
-            if found.shape != expected[name]
+            (name, f"is {list(tensor.shape)} and should be {list(expected[name])}")
+            for name, tensor in present.items()
+            if tensor.shape != expected[name]
         ),
         "of an unsupported type": _by_layers(
-            (name, f"is {found.dtype} and should be one of {', '.join(PLAIN_DTYPES)}")
-            for name, found in there.items()
-            if found.dtype in unknown
+            (name, f"is {tensor.dtype} and should be one of {', '.join(PLAIN_DTYPES)}")
+            for name, tensor in present.items()
+            if tensor.dtype in unknown
         ),
     }
     named = "; ".join(f"{kind}: {', '.join(names)}" for kind, names in faults.items() if names)
@@ -102,7 +102,7 @@ def _by_layers(faults: Iterable[tuple[str, str]]) -> list[str]:
         parts = re.fullmatch(r"(model\.layers\.)(\d+)(\..+)", name)
         before, layer, after = parts.groups() if parts else (name, None, "")
         layers.setdefault((before, after, wrong), []).extend([] if layer is None else [int(layer)])
-    return [f"{before}{_ranges(found)}{after} {wrong}".rstrip() for (before, after, wrong), found in layers.items()]
+    return [f"{before}{_ranges(numbers)}{after} {wrong}".rstrip() for (before, after, wrong), numbers in layers.items()]
 
 
 def _ranges(numbers: list[int]) -> str:

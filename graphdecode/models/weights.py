@@ -131,7 +131,7 @@ class Weights:
         *,
         is_partial: bool = False,
         in_floats: bool = False,
-        keeps_each: bool = False,
+        quantize_separately: bool = False,
     ) -> WeightForm:
         """Return a product in the fastest form for decode steps.
 
@@ -140,7 +140,7 @@ class Weights:
             tied: the plain embedding, used if the map has no `param_name` and the embedding is not quantized.
             is_partial: the caller sums the ranks' products.
             in_floats: the product is written in float32.
-            keeps_each: tensors stay quantized although others of the product are not, or otherwise; without a bias.
+            quantize_separately: each tensor stays quantized that a form keeps so, whatever the others; without a bias.
         """
         fused = FUSED_FORMS.get(param_name.rpartition(".")[2], FusedForm())
         options = replace(self._options, in_floats=in_floats, fused=fused)
@@ -157,7 +157,7 @@ class Weights:
             form = load_linear(self._source, names, replace(options, row_maxima=self.collectives.greatest))
             if not is_partial:
                 form = RowParallelLinear(form.shape, None, form, self.collectives, param_name)
-        elif keeps_each:
+        elif quantize_separately:
             form = MergedLinear.wrap(self._adjacent(names.weights, options))
         else:
             form = load_linear(self._source, names, options)
@@ -175,14 +175,14 @@ class Weights:
     def _adjacent(self, weights: tuple[str, ...], options: FormOptions) -> list[WeightForm]:
         """Return products of adjacent tensors; each that a form can keep quantized stays so."""
         forms: list[WeightForm] = []
-        for kept, run in groupby(weights, lambda name: quantized_form(self._source, LinearNames((name,)), options)):
+        for kind, run in groupby(weights, lambda name: quantized_form(self._source, LinearNames((name,)), options)):
             names = tuple(run)
             whole, half = load_linear(self._source, LinearNames(names), options), len(names) // 2
-            if kept is None or isinstance(whole, kept) or not half:
+            if kind is None or isinstance(whole, kind) or not half:
                 forms.append(whole)
                 continue
-            apart = self._adjacent(names[:half], options) + self._adjacent(names[half:], options)
-            forms += apart if any(isinstance(form, kept) for form in apart) else [whole]
+            separate = self._adjacent(names[:half], options) + self._adjacent(names[half:], options)
+            forms += separate if any(isinstance(form, kind) for form in separate) else [whole]
         return forms
 
     def _names(self, param_name: str) -> tuple[str, ...]:

@@ -52,15 +52,15 @@ class Before(NamedTuple):
     stops: Any
     first_stop: Any
     last: Any
-    wanted: Any
+    tops: Any
 
 
 @triton.jit
 def row_before(row, slots, state, META: tl.constexpr):
     """Return the inputs of a row's advance."""
-    places = tl.arange(0, META.STOPS_PADDED)
+    columns = tl.arange(0, META.STOPS_PADDED)
     of_row = slots.stop_ids + tl.cast(row, tl.int64) * META.STOPS
-    stops = tl.load(of_row + places, mask=places < META.STOPS, other=-1)
+    stops = tl.load(of_row + columns, mask=columns < META.STOPS, other=-1)
     return Before(
         tl.load(state.pre_step_seqlens + row) + 1,
         tl.load(state.finished + row) != 0,
@@ -80,45 +80,45 @@ def advance_row(row, token, is_live, flags, before, state, outputs, sizes, META:
     active = is_live & (before.was_finished == 0)
     is_stop = tl.max(((before.stops >= 0) & (before.stops.to(tl.int64) == token)).to(tl.int32), axis=0) > 0
     ends_now = (is_stop & (position >= before.first_stop)) | (position >= before.last) | (token < 0)
-    goes_on = active & (ends_now == 0)
+    continues = active & (ends_now == 0)
     entry = (before.step % sizes.ring_length) * sizes.ring_rows + row
     # all loads come before any store: the compiler does not move loads before stores
     counted = active & ((flags & K.FLAG_PENALTIES) != 0) & (token >= 0) & (token < sizes.counts_stride)
     count = 0
     if META.PENALTIES:
-        place = state.token_counts + wide_row * sizes.counts_stride + token
-        count = tl.load(place, mask=counted, other=0)
+        counter = state.token_counts + wide_row * sizes.counts_stride + token
+        count = tl.load(counter, mask=counted, other=0)
     if META.LOGPROBS:
         wants = active & ((flags & K.FLAG_LOGPROBS) != 0)
         logprob = tl.load(outputs.sampled_logprob + row, mask=wants, other=0.0)
         rank = tl.load(outputs.sampled_rank + row, mask=wants, other=0)
-        places = tl.arange(0, META.TOPS_PADDED)
-        inside = places < tl.where(wants, tl.minimum(before.wanted, META.TOPS), 0)
-        logprobs = tl.load(outputs.top_logprobs + wide_row * META.TOPS + places, mask=inside, other=0.0)
-        ids = tl.load(outputs.top_ids + wide_row * META.TOPS + places, mask=inside, other=0)
+        columns = tl.arange(0, META.TOPS_PADDED)
+        inside = columns < tl.where(wants, tl.minimum(before.tops, META.TOPS), 0)
+        logprobs = tl.load(outputs.top_logprobs + wide_row * META.TOPS + columns, mask=inside, other=0.0)
+        ids = tl.load(outputs.top_ids + wide_row * META.TOPS + columns, mask=inside, other=0)
         tl.store(state.ring_logprob + entry, logprob, mask=wants)
         tl.store(state.ring_rank + entry, rank, mask=wants)
-        tl.store(state.ring_top_logprobs + entry * META.TOPS + places, logprobs, mask=inside)
-        tl.store(state.ring_top_ids + entry * META.TOPS + places, ids, mask=inside)
+        tl.store(state.ring_top_logprobs + entry * META.TOPS + columns, logprobs, mask=inside)
+        tl.store(state.ring_top_ids + entry * META.TOPS + columns, ids, mask=inside)
     if META.PENALTIES:
-        tl.store(place, count + 1, mask=counted)
+        tl.store(counter, count + 1, mask=counted)
     tl.store(state.ring_tokens + entry, tl.where(active, token, -1))
     if META.BAD_WORDS:
         remembered = active & ((flags & K.FLAG_BAD_WORDS) != 0)
         recent = state.recent_tokens + wide_row * K.BAD_WORD_LENGTH + position % K.BAD_WORD_LENGTH
         tl.store(recent, token.to(tl.int32), mask=remembered)
     tl.store(state.finished + row, ends_now.to(tl.int32), mask=active)
-    tl.store(state.tokens + row, token, mask=goes_on)
-    tl.store(state.pre_step_seqlens + row, position, mask=goes_on)
-    return goes_on
+    tl.store(state.tokens + row, token, mask=continues)
+    tl.store(state.pre_step_seqlens + row, position, mask=continues)
+    return continues
 
 
 @triton.jit
 def end_step(step, going_on, rows, state, sizes, META: tl.constexpr):
     """Count a step whose rows have all advanced, `going_on` of which continue; other ring columns get -1."""
-    places = tl.arange(0, META.RING_ROWS)
+    columns = tl.arange(0, META.RING_ROWS)
     entry = (step % sizes.ring_length) * sizes.ring_rows
-    tl.store(state.ring_tokens + entry + places, -1, mask=(places >= rows) & (places < sizes.ring_rows))
+    tl.store(state.ring_tokens + entry + columns, -1, mask=(columns >= rows) & (columns < sizes.ring_rows))
     tl.store(state.running, going_on)
     tl.store(state.step_index, step + 1)
 

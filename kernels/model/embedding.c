@@ -16,7 +16,7 @@ KERNEL(embedding) {
     (void)threads;
     int64_t live = *a->live.data, hidden = a->weight.size[1], is_wide = IS_WIDE(a->out);
     for (int64_t i = 0; i < a->tokens.size[0]; i++) {
-        int64_t given = i < live ? a->tokens.data[i] : 0, token = given >= 0 && given < a->weight.size[0] ? given : 0;
+        int64_t id = i < live ? a->tokens.data[i] : 0, token = id >= 0 && id < a->weight.size[0] ? id : 0;
         const element *row = (const element *)a->weight.data + token * a->weight.stride[0];
         char *out = (char *)a->out.data + i * hidden * width_of(is_wide);
         BY_WIDTH(is_wide, NAME(embed), out, row, hidden, (float)a->scale);
@@ -53,12 +53,12 @@ struct NAME(embedding_job) {
     const struct block_weight *weight;
 };
 
-static void NAME(gather_rows)(const void *given, int64_t begin, int64_t end) {
-    const quantized_embedding_args *a = ((const struct NAME(embedding_job) *)given)->a;
-    const struct block_weight *weight = ((const struct NAME(embedding_job) *)given)->weight;
+static void NAME(gather_rows)(const void *job, int64_t begin, int64_t end) {
+    const quantized_embedding_args *a = ((const struct NAME(embedding_job) *)job)->a;
+    const struct block_weight *weight = ((const struct NAME(embedding_job) *)job)->weight;
     int64_t live = *a->live.data, words = weight->bits * BLOCK_SIZE / 16, hidden = a->out.size[1];
     for (int64_t i = begin; i < end; i++) {
-        int64_t given = i < live ? a->tokens.data[i] : 0, token = given >= 0 && given < a->vocab_size ? given : 0;
+        int64_t id = i < live ? a->tokens.data[i] : 0, token = id >= 0 && id < a->vocab_size ? id : 0;
         struct gathered_row row = {token / PANEL, token % PANEL};
         element *out = (element *)a->out.data + i * hidden;
         for (int64_t span = 0, feature = 0; feature < hidden; span++) {

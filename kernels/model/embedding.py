@@ -63,12 +63,12 @@ def _embedding_kernel(
     values = tl.load(table + row * table_stride + columns, mask=inside, other=0.0)
     if HAS_SCALE:
         values = (values.to(tl.float32) * scale).to(residual.dtype.element_ty)
-    place = tl.program_id(0).to(tl.int64) * hidden + columns
-    tl.store(residual + place, values, mask=inside)
+    offsets = tl.program_id(0).to(tl.int64) * hidden + columns
+    tl.store(residual + offsets, values, mask=inside)
     if HAS_NORM:
         values = values.to(tl.float32)
         values = values * (1.0 / tl.sqrt(tl.sum(values * values, axis=0) / hidden + eps)) * gain
-        tl.store(out + place, values.to(out.dtype.element_ty), mask=inside)
+        tl.store(out + offsets, values.to(out.dtype.element_ty), mask=inside)
 
 
 def embedding_norm_triton(out, residual, tokens, table, live, weight, scale, eps) -> None:
@@ -172,10 +172,10 @@ def _small_float(code, BITS: tl.constexpr):
 @triton.jit
 def _six_bits(words, field, inside):
     """Return the 6-bit integers of three words, as fp32; see `weight_tiles`."""
-    own = tl.load(words + tl.minimum(field // 5, 2), mask=inside, other=0)
+    word = tl.load(words + tl.minimum(field // 5, 2), mask=inside, other=0)
     last = (tl.load(words, mask=inside, other=0) >> 30 & 3) | (tl.load(words + 1, mask=inside, other=0) >> 28 & 12)
     last |= tl.load(words + 2, mask=inside, other=0) >> 26 & 48
-    return tl.where(field == 15, last, own >> 6 * (field % 5) & 63).to(tl.float32)
+    return tl.where(field == 15, last, word >> 6 * (field % 5) & 63).to(tl.float32)
 
 
 class _TiledMeta(NamedTuple):
@@ -219,11 +219,11 @@ def _tiled_embedding_kernel(
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < hidden
     row = _table_row(tokens, live, weight_rows)
-    span, place = columns // SPAN, columns % SPAN
-    code = tl.load(words + (span // PER_WORD * weight_rows + row) * SPAN + place, mask=inside, other=0).to(tl.int32)
+    span, offset = columns // SPAN, columns % SPAN
+    code = tl.load(words + (span // PER_WORD * weight_rows + row) * SPAN + offset, mask=inside, other=0).to(tl.int32)
     code = code >> span % PER_WORD * (16 // PER_WORD) & ((1 << 16 // PER_WORD) - 1)
     if PER_HIGH > 0:
-        h = tl.load(high + (span // PER_HIGH * weight_rows + row) * SPAN + place, mask=inside, other=0).to(tl.int32)
+        h = tl.load(high + (span // PER_HIGH * weight_rows + row) * SPAN + offset, mask=inside, other=0).to(tl.int32)
         code |= (h >> span % PER_HIGH * (16 // PER_HIGH) & ((1 << 16 // PER_HIGH) - 1)) << 4
     if META.ZERO is None:
         value = _small_float(code, META.BITS)

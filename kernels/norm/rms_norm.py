@@ -119,6 +119,6 @@ def add_rms_norm(
     if post_weight is None and scale == 1.0:
         residual.add_(x)
     else:
-        given = x.float() if post_weight is None else normed(x, post_weight, post_eps)
-        residual.copy_(residual.float().add_(given, alpha=scale))
+        summand = x.float() if post_weight is None else normed(x, post_weight, post_eps)
+        residual.copy_(residual.float().add_(summand, alpha=scale))
     out.copy_(residual if weight is None else normed(residual, weight, eps))

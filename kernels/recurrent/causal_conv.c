@@ -4,9 +4,9 @@
 /* Some lanes from value `i` on; missing ones are 0. */
 static inline vec NAME(some_at)(int64_t is_wide, const void *x, int64_t i, int64_t lanes) {
     if (lanes >= LANES) return load_at(is_wide, x, i);
-    vec found = splat(0.0f);
-    for (int64_t lane = 0; lane < lanes; lane++) found[lane] = widen_at(is_wide, x, i + lane);
-    return found;
+    vec values = splat(0.0f);
+    for (int64_t lane = 0; lane < lanes; lane++) values[lane] = widen_at(is_wide, x, i + lane);
+    return values;
 }
 
 static inline void NAME(some_to)(int64_t is_wide, void *out, int64_t i, int64_t lanes, vec values) {

@@ -72,27 +72,27 @@ def _causal_conv_kernel(
     same = tl.load(tokens.rows + before, mask=(before >= 0) & (back < WIDTH - 1), other=-1) == row
     depth = tl.sum(same.to(tl.int32))  # tokens of the row before this one, within the width
     if depth >= WIDTH - 1:
-        own = state  # not read
+        base = state  # not read
         _convolve(
-            out, x, weight, bias, token, 0, channels, channel_count, inside, x_stride, own, depth,
+            out, x, weight, bias, token, 0, channels, channel_count, inside, x_stride, base, depth,
             WIDTH, HAS_BIAS, SILU, GATED,
         )  # fmt: skip
     elif depth == 0:
-        own = state + tl.load(tokens.state_rows + row).to(tl.int64) * (WIDTH - 1) * channel_count
+        base = state + tl.load(tokens.state_rows + row).to(tl.int64) * (WIDTH - 1) * channel_count
         past = tl.load(tokens.positions + token)
         length = run_length(tokens.rows, token, live)
         for i in range(tl.minimum(length, WIDTH - 1)):
             _convolve(
-                out, x, weight, bias, token + i, token, channels, channel_count, inside, x_stride, own, past,
+                out, x, weight, bias, token + i, token, channels, channel_count, inside, x_stride, base, past,
                 WIDTH, HAS_BIAS, SILU, GATED,
             )  # fmt: skip
         for i in range(0 if KEEPS else length - 1, length):
-            to = own
+            to = base
             if KEEPS:
                 to = state + tl.load(tokens.kept_states + token + i).to(tl.int64) * (WIDTH - 1) * channel_count
             for j in tl.static_range(WIDTH - 1):  # entry j gets entry j + 1: read before it is written
                 at = token + i - WIDTH + 2 + j
-                value = _input_at(x, at, token, channels, channel_count, inside, x_stride, own, past, WIDTH, GATED)
+                value = _input_at(x, at, token, channels, channel_count, inside, x_stride, base, past, WIDTH, GATED)
                 tl.store(to + j * channel_count + channels, value, mask=inside)
 
 
@@ -135,13 +135,13 @@ def causal_conv(
     """
     channels, width = out.shape[1], weight.shape[0]
     for begin, end, row, is_new in tokens.runs():
-        given = x[begin:end].float()
+        inputs = x[begin:end].float()
         if x.shape[1] != channels:
-            b, c, x_part = given.split(channels, dim=1)
-            given = b * x_part
+            b, c, x_part = inputs.split(channels, dim=1)
+            inputs = b * x_part
         history = torch.zeros_like(state[row]) if is_new else state[row]
-        padded = torch.cat((history, given))  # [width - 1 + n, channels]
-        total = torch.zeros_like(given) if bias is None else bias.expand_as(given).clone()
+        padded = torch.cat((history, inputs))  # [width - 1 + n, channels]
+        total = torch.zeros_like(inputs) if bias is None else bias.expand_as(inputs).clone()
         for j in range(width):
             total += padded[j : j + end - begin] * weight[j]
         total = torch.nn.functional.silu(total) if silu else total

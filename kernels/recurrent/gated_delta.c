@@ -17,31 +17,31 @@ APART void NAME(unit_head)(int64_t is_wide, float *to, const void *x, int64_t at
 /* One token's update of `vectors` vectors of a head's value channels: the state is read, then read and written. */
 INLINE void NAME(delta_step)(const int vectors, float *s, int64_t stride, const float *q, const float *k, int64_t dim,
                              float decay, float beta, float qk, const float *v, float *out) {
-    vec seen[DELTA_VECTORS], read[DELTA_VECTORS];
+    vec predicted[DELTA_VECTORS], read[DELTA_VECTORS];
 #pragma GCC unroll 4
-    for (int i = 0; i < vectors; i++) seen[i] = read[i] = splat(0.0f);
+    for (int i = 0; i < vectors; i++) predicted[i] = read[i] = splat(0.0f);
     for (int64_t key = 0; key < dim; key++)
 #pragma GCC unroll 4
         for (int i = 0; i < vectors; i++) {
-            vec held = load_f32(s + key * stride + i * LANES);
-            seen[i] += held * k[key];
-            read[i] += held * q[key];
+            vec value = load_f32(s + key * stride + i * LANES);
+            predicted[i] += value * k[key];
+            read[i] += value * q[key];
         }
 #pragma GCC unroll 4
     for (int i = 0; i < vectors; i++) {
-        seen[i] = (load_f32(v + i * LANES) - seen[i] * decay) * beta;
-        store_f32(out + i * LANES, read[i] * decay + seen[i] * qk);
+        predicted[i] = (load_f32(v + i * LANES) - predicted[i] * decay) * beta;
+        store_f32(out + i * LANES, read[i] * decay + predicted[i] * qk);
     }
     for (int64_t key = 0; key < dim; key++)
 #pragma GCC unroll 4
         for (int i = 0; i < vectors; i++) {
             float *at = s + key * stride + i * LANES;
-            store_f32(at, load_f32(at) * decay + seen[i] * k[key]);
+            store_f32(at, load_f32(at) * decay + predicted[i] * k[key]);
         }
 }
 
-static inline float *NAME(delta_state)(const gated_delta_args *a, int64_t place, int64_t head) {
-    return a->state.data + (place * a->state.size[1] + head) * a->state.size[2] * a->state.size[3];
+static inline float *NAME(delta_state)(const gated_delta_args *a, int64_t state_row, int64_t head) {
+    return a->state.data + (state_row * a->state.size[1] + head) * a->state.size[2] * a->state.size[3];
 }
 
 /* Some value channels of one head, over all tokens; in a copy if they are not whole vectors, or states are kept. */
@@ -50,23 +50,23 @@ static void NAME(delta_block)(const gated_delta_args *a, int64_t head, int64_t f
     const int64_t key_size = (a->qkv.size[1] - heads * value_dim) / 2, key_heads = key_size / key_dim;
     const int64_t key_at = head / (heads / key_heads) * key_dim, live = live_of(a->live.data, a->out.size[0]);
     const int64_t count = least_of(DELTA_VECTORS * LANES, value_dim - first), padded = (count + LANES - 1) / LANES * LANES;
-    const int32_t *kept = a->kept_states.data;
-    const int is_whole = count == padded && !kept;
+    const int32_t *kept_states = a->kept_states.data;
+    const int is_whole = count == padded && !kept_states;
     const int is_wide = IS_WIDE(a->qkv), out_wide = IS_WIDE(a->out), ab_wide = IS_WIDE(a->ab);
     const float rate = -expf(a->a_log.data[head]), dt_bias = a->dt_bias.data[head];
     float *at = scratch(2 * (key_dim + LANES) + 2 * padded + (is_whole ? 0 : key_dim * padded));
     float *q = carved(&at, key_dim), *k = carved(&at, key_dim), *v = carved(&at, padded), *out = carved(&at, padded);
-    float *held = 0, *s = 0;
+    float *stored = 0, *s = 0;
     int64_t stride = is_whole ? value_dim : padded;
     for (int64_t token = 0; token < live; token++) {
         const int32_t row = a->rows.data[token];
         if (token == 0 || row != a->rows.data[token - 1]) {
             const int is_new = a->positions.data[token] == 0;
-            held = NAME(delta_state)(a, a->state_rows.data[row], head) + first;
-            s = is_whole ? held : at;
+            stored = NAME(delta_state)(a, a->state_rows.data[row], head) + first;
+            s = is_whole ? stored : at;
             for (int64_t key = 0; key < key_dim; key++) {
                 if (is_new) memset(s + key * stride, 0, (size_t)padded * sizeof *s);
-                else if (!is_whole) memcpy(s + key * stride, held + key * value_dim, (size_t)count * sizeof *s);
+                else if (!is_whole) memcpy(s + key * stride, stored + key * value_dim, (size_t)count * sizeof *s);
             }
         }
         const char *x = (const char *)a->qkv.data + token * a->qkv.stride[0] * width_of(is_wide);
@@ -85,10 +85,10 @@ static void NAME(delta_block)(const gated_delta_args *a, int64_t head, int64_t f
             for (int64_t i = 0; i < padded; i += LANES)
                 NAME(delta_step)(1, s + i, stride, q, k, key_dim, decay, beta, qk, v + i, out + i);
         write_floats(out_wide, a->out.data, (token * heads + head) * value_dim + first, out, count);
-        if (kept) held = NAME(delta_state)(a, kept[token], head) + first;
-        if (kept || (!is_whole && (token + 1 == live || a->rows.data[token + 1] != row)))
+        if (kept_states) stored = NAME(delta_state)(a, kept_states[token], head) + first;
+        if (kept_states || (!is_whole && (token + 1 == live || a->rows.data[token + 1] != row)))
             for (int64_t key = 0; key < key_dim; key++)
-                memcpy(held + key * value_dim, s + key * stride, (size_t)count * sizeof *s);
+                memcpy(stored + key * value_dim, s + key * stride, (size_t)count * sizeof *s);
     }
 }
 

@@ -17,7 +17,7 @@ from .state_tokens import (
     StateTokens,
     head_state,
     is_contiguous,
-    own_token,
+    program_token,
     run_length,
     state_at,
     without_none,
@@ -43,14 +43,14 @@ def _gated_delta_kernel(
     KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
     KEEPS: tl.constexpr,
 ):  # fmt: skip
-    first, live, row, is_first = own_token(tokens)
+    first, live, row, is_first = program_token(tokens)
     if not is_first:
         return
     head = tl.program_id(1)
     key_head = head // (value_heads // key_heads)
     keys, values = tl.arange(0, BLOCK_K), tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
     has_key, has_value = keys < KEY_DIM, values < VALUE_DIM
-    own, inside, s = head_state(state, tokens, first, row, head, value_heads, keys, values, KEY_DIM, VALUE_DIM)
+    pointers, inside, s = head_state(state, tokens, first, row, head, value_heads, keys, values, KEY_DIM, VALUE_DIM)
     rate = -tl.exp(tl.load(gates.a_log + head))
     dt_bias = tl.load(gates.dt_bias + head)
     length = run_length(tokens.rows, first, live)
@@ -67,16 +67,16 @@ def _gated_delta_kernel(
         q = q * (1.0 / tl.sqrt(tl.sum(q * q) + eps)) * (1.0 / KEY_DIM**0.5)
         k = k * (1.0 / tl.sqrt(tl.sum(k * k) + eps))
         s = s * decay
-        seen = tl.sum(s * k[:, None], axis=0)
-        s += k[:, None] * ((v - seen) * strength / (1.0 + tl.exp(-b)))[None, :]
+        predicted = tl.sum(s * k[:, None], axis=0)
+        s += k[:, None] * ((v - predicted) * strength / (1.0 + tl.exp(-b)))[None, :]
         result = tl.sum(s * q[:, None], axis=0)
         out_at = out + (token * value_heads + head) * VALUE_DIM
         tl.store(out_at + values, result.to(out.dtype.element_ty), mask=has_value)
         if KEEPS:
-            kept = tl.load(tokens.kept_states + token)
-            tl.store(state_at(state, kept, head, value_heads, keys, values, KEY_DIM, VALUE_DIM), s, mask=inside)
+            state_row = tl.load(tokens.kept_states + token)
+            tl.store(state_at(state, state_row, head, value_heads, keys, values, KEY_DIM, VALUE_DIM), s, mask=inside)
     if not KEEPS:
-        tl.store(own, s, mask=inside)
+        tl.store(pointers, s, mask=inside)
 
 
 def gated_delta_triton(out, qkv, state, gates, tokens, strength) -> None:
@@ -127,8 +127,8 @@ def gated_delta(
         s = torch.zeros_like(state[row]) if is_new else state[row].clone()
         for i in range(end - begin):
             s *= decay[i, :, None, None]
-            seen = torch.einsum("hkv,hk->hv", s, k[i])
-            s += torch.einsum("hk,hv->hkv", k[i], (v[i] - seen) * beta[i, :, None])
+            predicted = torch.einsum("hkv,hk->hv", s, k[i])
+            s += torch.einsum("hk,hv->hkv", k[i], (v[i] - predicted) * beta[i, :, None])
             out[begin + i] = torch.einsum("hkv,hk->hv", s, q[i] * key_dim**-0.5).flatten()
             if tokens.kept_states is not None:
                 state[tokens.kept_states[begin + i]] = s

@@ -13,9 +13,9 @@ INLINE void NAME(scan_step)(float *s, int64_t states, int64_t dim, const float *
     for (; i + LANES <= dim; i += LANES) {
         vec added = load_f32(dx + i), sum = splat(0.0f);
         for (int64_t n = 0; n < states; n++) {
-            vec held = load_f32(s + n * dim + i) * decay + added * b[n];
-            store_f32(s + n * dim + i, held);
-            sum += held * c[n];
+            vec value = load_f32(s + n * dim + i) * decay + added * b[n];
+            store_f32(s + n * dim + i, value);
+            sum += value * c[n];
         }
         store_f32(out + i, sum);
     }
@@ -45,14 +45,14 @@ static void NAME(scan_head)(const selective_scan_args *a, int64_t head) {
             if (a->positions.data[token] == 0) memset(s, 0, (size_t)(states * dim) * sizeof *s);
         }
         if (a->kept_states.data) {
-            float *kept = a->state.data + (a->kept_states.data[token] * heads + head) * states * dim;
-            s = memcpy(kept, s, (size_t)(states * dim) * sizeof *s);
+            float *next = a->state.data + (a->kept_states.data[token] * heads + head) * states * dim;
+            s = memcpy(next, s, (size_t)(states * dim) * sizeof *s);
         }
-        const char *given = (const char *)a->xbc.data + token * a->xbc.stride[0] * width_of(is_wide);
+        const char *xbc = (const char *)a->xbc.data + token * a->xbc.stride[0] * width_of(is_wide);
         const char *dt = (const char *)a->dt.data + token * a->dt.stride[0] * width_of(dt_wide);
         const float step = step_of(a, widen_at(dt_wide, dt, head) + bias);
-        read_floats(b, is_wide, given, b_at, states), read_floats(c, is_wide, given, b_at + groups * states, states);
-        read_floats(x, is_wide, given, head * dim, dim);
+        read_floats(b, is_wide, xbc, b_at, states), read_floats(c, is_wide, xbc, b_at + groups * states, states);
+        read_floats(x, is_wide, xbc, head * dim, dim);
         for (int64_t i = 0; i < dim; i++) dx[i] = x[i] * step;
         NAME(scan_step)(s, states, dim, b, c, expf(rate * step), dx, out);
         for (int64_t i = 0; i < dim; i++) out[i] += skip * x[i];

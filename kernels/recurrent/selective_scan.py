@@ -15,7 +15,7 @@ from .state_tokens import (
     StateTokens,
     head_state,
     is_contiguous,
-    own_token,
+    program_token,
     run_length,
     state_at,
     without_none,
@@ -40,14 +40,14 @@ def _selective_scan_kernel(
     STATE_DIM: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr,
     KEEPS: tl.constexpr,
 ):  # fmt: skip
-    first, live, row, is_first = own_token(tokens)
+    first, live, row, is_first = program_token(tokens)
     if not is_first:
         return
     head, heads = tl.program_id(1), tl.num_programs(1)
     group = head // (heads // groups)
     states, channels = tl.arange(0, BLOCK_N), tl.program_id(2) * BLOCK_P + tl.arange(0, BLOCK_P)
     has_state, has_channel = states < STATE_DIM, channels < HEAD_DIM
-    own, inside, s = head_state(state, tokens, first, row, head, heads, states, channels, STATE_DIM, HEAD_DIM)
+    pointers, inside, s = head_state(state, tokens, first, row, head, heads, states, channels, STATE_DIM, HEAD_DIM)
     rate = -tl.exp(tl.load(weights.a_log + head))
     dt_bias, skip = tl.load(weights.dt_bias + head), tl.load(weights.skip + head)
     length = run_length(tokens.rows, first, live)
@@ -66,10 +66,10 @@ def _selective_scan_kernel(
         out_at = out + (token * heads + head) * HEAD_DIM
         tl.store(out_at + channels, result.to(out.dtype.element_ty), mask=has_channel)
         if KEEPS:
-            kept = tl.load(tokens.kept_states + token)
-            tl.store(state_at(state, kept, head, heads, states, channels, STATE_DIM, HEAD_DIM), s, mask=inside)
+            state_row = tl.load(tokens.kept_states + token)
+            tl.store(state_at(state, state_row, head, heads, states, channels, STATE_DIM, HEAD_DIM), s, mask=inside)
     if not KEEPS:
-        tl.store(own, s, mask=inside)
+        tl.store(pointers, s, mask=inside)
 
 
 def selective_scan_triton(out, xbc, state, dt, weights, tokens, least, most) -> None:

@@ -39,16 +39,16 @@ def run_length(rows, begin, live, BLOCK: tl.constexpr = 128):
     """Return the number of adjacent tokens of the row at `begin`."""
     row = tl.load(rows + begin)
     length = 0
-    found = BLOCK
-    while found == BLOCK:
+    matches = BLOCK
+    while matches == BLOCK:
         at = begin + length + tl.arange(0, BLOCK)
-        found = tl.sum(((tl.load(rows + at, mask=at < live, other=-1) == row) & (at < live)).to(tl.int32))
-        length += found
+        matches = tl.sum(((tl.load(rows + at, mask=at < live, other=-1) == row) & (at < live)).to(tl.int32))
+        length += matches
     return length
 
 
 @triton.jit
-def own_token(tokens):
+def program_token(tokens):
     """Return a program's token, the live count, the token's row, and whether it is live and its row's first."""
     token = tl.program_id(0)
     live = tl.load(tokens.live)
@@ -58,20 +58,20 @@ def own_token(tokens):
 
 
 @triton.jit
-def state_at(state, place, head, heads, i, j, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def state_at(state, state_row, head, heads, i, j, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Return pointers to block [i, j] of a head's state [ROWS, COLUMNS]."""
-    return state + (place.to(tl.int64) * heads + head) * ROWS * COLUMNS + i[:, None] * COLUMNS + j[None, :]
+    return state + (state_row.to(tl.int64) * heads + head) * ROWS * COLUMNS + i[:, None] * COLUMNS + j[None, :]
 
 
 @triton.jit
 def head_state(state, tokens, first, row, head, heads, i, j, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Return block [i, j] of a head's state [ROWS, COLUMNS] before its row's first token: pointers, mask and values."""
-    own = state_at(state, tl.load(tokens.state_rows + row), head, heads, i, j, ROWS, COLUMNS)
+    pointers = state_at(state, tl.load(tokens.state_rows + row), head, heads, i, j, ROWS, COLUMNS)
     inside = (i < ROWS)[:, None] & (j < COLUMNS)[None, :]
     s = tl.zeros(inside.shape, tl.float32)
     if tl.load(tokens.positions + first) > 0:
-        s = tl.load(own, mask=inside, other=0.0)
-    return own, inside, s
+        s = tl.load(pointers, mask=inside, other=0.0)
+    return pointers, inside, s
 
 
 def without_none(tokens: StateTokens) -> StateTokens:

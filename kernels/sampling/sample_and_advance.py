@@ -293,7 +293,7 @@ def _choose_kernel(
         tl.store(sampled + row, token.to(tl.int64))
         if (flags & K.FLAG_LOGPROBS) != 0:
             line = logits + row.to(tl.int64) * sizes.logits_stride
-            row_logprobs(outputs, memory.raw_max, memory.raw_sum, line, row, token, before.wanted, sizes.vocab, META)
+            row_logprobs(outputs, memory.raw_max, memory.raw_sum, line, row, token, before.tops, sizes.vocab, META)
             tl.debug_barrier()  # all of it is written before it is copied
         goes_on = advance_row(row, token.to(tl.int64), is_live, flags, before, state, outputs, sizes, META, K)
         if META.FOLLOW:  # noqa: SIM102 - decided at compile time

@@ -54,8 +54,8 @@ class LatentConfig(ModelConfig):
     nope_dim: int  # channels of a head's queries that are not
     value_channels: int  # channels of a head's result
     is_interleaved: bool  # pairs of rotated channels are neighbours
-    groups: int  # of experts; a token takes some of `kept_groups`
-    kept_groups: int
+    groups: int  # of experts; a token takes some of `topk_group`
+    topk_group: int
     routed_scale: float  # multiplies the weights of a token's experts
 
 
@@ -127,7 +127,7 @@ class GroupedMlp(SparseMlp):
 
     bias: Tensor | None  # float32 [experts], added to the scores that experts are chosen by
     groups: int
-    kept_groups: int
+    topk_group: int
     scale: float
 
     def route(self, logits: Tensor, live: Tensor) -> Routing:
@@ -138,14 +138,14 @@ class GroupedMlp(SparseMlp):
         if self.groups > 1:
             grouped = chosen_by.unflatten(1, (self.groups, -1))
             best = grouped.amax(2) if self.bias is None else grouped.topk(2, dim=2).values.sum(2)
-            kept = torch.zeros_like(best, dtype=torch.bool)
-            kept.scatter_(1, best.topk(self.kept_groups, dim=1, sorted=False).indices, True)
-            chosen_by = grouped.masked_fill(~kept[:, :, None], -math.inf).flatten(1)
+            in_best = torch.zeros_like(best, dtype=torch.bool)
+            in_best.scatter_(1, best.topk(self.topk_group, dim=1, sorted=False).indices, True)
+            chosen_by = grouped.masked_fill(~in_best[:, :, None], -math.inf).flatten(1)
         routing = super().route(chosen_by.float(), live)
-        taken = scores.gather(1, routing.ids.clamp(min=0).long())
+        chosen = scores.gather(1, routing.ids.clamp(min=0).long())
         if self.renormalize:
-            taken = taken / taken.sum(1, keepdim=True)
-        routing.weights.copy_(taken * self.scale)
+            chosen = chosen / chosen.sum(1, keepdim=True)
+        routing.weights.copy_(chosen * self.scale)
         return routing
 
 
@@ -174,13 +174,13 @@ class DeepseekV3(Sparse):
         rank, rope_dim = count(settings, "kv_lora_rank"), count(settings, "qk_rope_head_dim")
         nope_dim = count(settings, "qk_nope_head_dim")
         config = super().config(settings | {"head_dim": rope_dim, "num_key_value_heads": 1})
-        groups, kept = count(settings, "n_group", 1), count(settings, "topk_group", 1)
+        groups, topk = count(settings, "n_group", 1), count(settings, "topk_group", 1)
         experts = experts_of(config)
         size = experts.count // groups
         is_scored_by_two = self.has_router_bias and groups > 1
-        if experts.count % groups or kept > groups or experts.top_k > kept * size or size < 1 + is_scored_by_two:
+        if experts.count % groups or topk > groups or experts.top_k > topk * size or size < 1 + is_scored_by_two:
             raise UnsupportedModelError(
-                f"{experts.top_k} of {experts.count} experts cannot be chosen in topk_group {kept} of n_group {groups}"
+                f"{experts.top_k} of {experts.count} experts cannot be chosen in topk_group {topk} of n_group {groups}"
             )
         scale = (nope_dim + rope_dim) ** -0.5 * _yarn_scale(settings, config.rope) ** 2
         layers = config.num_hidden_layers
@@ -198,7 +198,7 @@ class DeepseekV3(Sparse):
             value_channels=count(settings, "v_head_dim"),
             is_interleaved=flag(settings, "rope_interleave", True),
             groups=groups,
-            kept_groups=kept,
+            topk_group=topk,
             routed_scale=number(settings, "routed_scaling_factor", 1.0),
         )
 
@@ -234,7 +234,7 @@ class DeepseekV3(Sparse):
         latents: dict[str, Any] = {f"{attention}q_a_proj": q_rank} if q_rank else {}
         latents[f"{attention}kv_a_proj_with_mqa"] = rank + config.rope_dim
         queries = {f"{attention}{'q_b_proj' if q_rank else 'q_proj'}": heads * of_queries}
-        to_both = (heads * (config.nope_dim + of_values), rank)
+        kv_b = (heads * (config.nope_dim + of_values), rank)
         if q_rank:
             weight_map[f"{at}q_norm"] = (Part(f"{attention}q_a_layernorm.weight", (q_rank,)),)
         return {
@@ -242,7 +242,7 @@ class DeepseekV3(Sparse):
             **product(f"{at}qkv_a", latents, hidden, split=None, bias=config.qkv_bias),
             **product(f"{at}q_b", queries, q_rank or hidden, split=0),
             f"{at}kv_norm": (Part(f"{attention}kv_a_layernorm.weight", (rank,)),),
-            f"{at}kv_b": (Part(f"{attention}kv_b_proj.weight", to_both, 0),),
+            f"{at}kv_b": (Part(f"{attention}kv_b_proj.weight", kv_b, 0),),
             **product(f"{at}o", {f"{attention}o_proj": hidden}, heads * of_values, split=1, bias=config.o_bias),
         }
 
@@ -250,8 +250,8 @@ class DeepseekV3(Sparse):
         if not param_name.endswith(".kv_b"):
             return super().adapted_features(config, param_name, parts)
         assert isinstance(config, LatentConfig)
-        of_head = config.nope_dim + 2 * config.rope_dim + 2 * config.rank + config.value_channels
-        return config.num_attention_heads * of_head  # A and B of each head's two products
+        per_head = config.nope_dim + 2 * config.rope_dim + 2 * config.rank + config.value_channels
+        return config.num_attention_heads * per_head  # A and B of each head's two products
 
     def expert_weights(self, config: ModelConfig, at: str, name: str, *, is_stacked: bool) -> WeightMap:
         weight_map = super().expert_weights(config, at, name, is_stacked=is_stacked)
@@ -266,12 +266,12 @@ class DeepseekV3(Sparse):
         at, heads, rope_dim, nope_dim = f"layers.{index}.", config.num_attention_heads, config.rope_dim, config.nope_dim
         channels = torch.arange(rope_dim)
         half_split = torch.cat((channels[::2], channels[1::2])) if config.is_interleaved else channels
-        to_both = weights.tensor(f"{at}kv_b").view(heads, -1, config.rank)
-        to_keys = to_both.new_zeros(heads, rope_dim + config.rank, nope_dim + rope_dim)
+        kv_b = weights.tensor(f"{at}kv_b").view(heads, -1, config.rank)
+        to_keys = kv_b.new_zeros(heads, rope_dim + config.rank, nope_dim + rope_dim)
         to_keys[:, channels, nope_dim + half_split] = 1.0
-        to_keys[:, rope_dim:, :nope_dim] = to_both[:, :nope_dim].mT
+        to_keys[:, rope_dim:, :nope_dim] = kv_b[:, :nope_dim].mT
         order = torch.cat((config.rank + half_split, torch.arange(config.rank))) + config.q_rank
-        of_heads = weights.by_head(to_keys), weights.by_head(to_both[:, nope_dim:].contiguous())
+        of_heads = weights.by_head(to_keys), weights.by_head(kv_b[:, nope_dim:].contiguous())
         absorbed, of_values = weights.adapted_heads(f"{at}kv_b", *of_heads)
         return LatentAttention(
             qkv_a=weights.linear(f"{at}qkv_a"),
@@ -292,7 +292,7 @@ class DeepseekV3(Sparse):
             **vars(super().sparse_mlp(config, weights, at, shared)),
             bias=weights.tensor(f"{at}router_bias", torch.float32) if self.has_router_bias else None,
             groups=config.groups,
-            kept_groups=config.kept_groups,
+            topk_group=config.topk_group,
             scale=config.routed_scale,
         )
 

@@ -151,9 +151,9 @@ def _scaled(
 
 
 def _multipliers(settings: dict[str, Any], name: str, size: int) -> tuple[float, ...]:
-    given = settings.get(name)
-    if given is None:
+    values = settings.get(name)
+    if values is None:
         return (1.0,) * size
-    if not isinstance(given, list) or len(given) != size or not all(map(is_positive, given)):
-        raise UnsupportedModelError(f"{name} must be {size} numbers > 0, got {shown(given)}")
-    return tuple(map(float, given))
+    if not isinstance(values, list) or len(values) != size or not all(map(is_positive, values)):
+        raise UnsupportedModelError(f"{name} must be {size} numbers > 0, got {shown(values)}")
+    return tuple(map(float, values))

@@ -38,8 +38,8 @@ class Gemma2(Llama):
     def config(self, settings: dict[str, Any]) -> ModelConfig:
         if settings.get("use_bidirectional_attention"):
             raise UnsupportedModelError("use_bidirectional_attention is not supported; a token sees those before it")
-        given = self.defaults | settings
-        return super().config(given | {"hidden_act": given["hidden_activation"]})
+        merged = self.defaults | settings
+        return super().config(merged | {"hidden_act": merged["hidden_activation"]})
 
     def options(self, settings: dict[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
         return super().options(settings, fields) | {

@@ -156,9 +156,9 @@ class PerLayerInput(FeedForward):
 
     def __call__(self, x: Hidden, residual: Tensor, context: ForwardContext) -> BlockOutput:
         channels = self.input_gate.out_features
-        gate, own = context.linear(self.input_gate, x, "input gate"), context.buffer(self.width, use="layer inputs")
+        gate, inputs = context.linear(self.input_gate, x, "input gate"), context.buffer(self.width, use="layer inputs")
         activated = context.buffer(channels, use="gated input")
-        joined = torch.cat((gate, own[:, self.begin : self.begin + channels]), dim=1)
+        joined = torch.cat((gate, inputs[:, self.begin : self.begin + channels]), dim=1)
         act_mul(activated, joined, self.activation)
         return self.output_linear(self.input_out, activated, residual, context)
 
@@ -301,10 +301,10 @@ class Gemma4(Sparse, Gemma2):
 
     def attention(self, config: ModelConfig, weights: Weights, index: int) -> Attention:
         assert isinstance(config, Gemma4Config)
-        found = super().attention(config.of_layer(index), weights, index)
+        attention = super().attention(config.of_layer(index), weights, index)
         if config.layer_keys[index].shared_with is None:
-            return NormedValues(**vars(found))
-        return SharedKeysAttention(**vars(replace(found, k_norm=found.q_norm)))  # without keys
+            return NormedValues(**vars(attention))
+        return SharedKeysAttention(**vars(replace(attention, k_norm=attention.q_norm)))  # without keys
 
     def feed_forward(self, config: ModelConfig, weights: Weights, index: int) -> FeedForward:
         mlp, at = Llama.feed_forward(self, config, weights, index), f"layers.{index}."
@@ -327,9 +327,9 @@ class Gemma4(Sparse, Gemma2):
     def layer(self, config: ModelConfig, weights: Weights, index: int) -> Layer:
         assert isinstance(config, Gemma4Config)
         at, size = f"layers.{index}.", config.input_size
-        found, scale = super().layer(config, weights, index), weights.tensor(f"{at}scale", torch.float32)
-        assert isinstance(found, DecoderLayer)
-        input_block, mlp = None, found.mlp
+        layer, scale = super().layer(config, weights, index), weights.tensor(f"{at}scale", torch.float32)
+        assert isinstance(layer, DecoderLayer)
+        input_block, mlp = None, layer.mlp
         if size:
             gate, out = weights.linear(f"{at}input_gate"), weights.linear(f"{at}input_out")
             after_input = _scaled(weights.norm(f"{at}after_input", config.rms_norm_eps), scale)
@@ -344,7 +344,7 @@ class Gemma4(Sparse, Gemma2):
         elif mlp.output_norm is not None:
             mlp = replace(mlp, output_norm=_scaled(mlp.output_norm, scale))
         inputs = _per_layer_embedding(config, weights) if size and index == 0 else None
-        return Gemma4Layer(**vars(found) | {"mlp": mlp}, inputs=inputs, input_block=input_block, scale=scale)
+        return Gemma4Layer(**vars(layer) | {"mlp": mlp}, inputs=inputs, input_block=input_block, scale=scale)
 
 
 def _per_layer_embedding(config: Gemma4Config, weights: Weights) -> PerLayerEmbedding:
@@ -363,19 +363,19 @@ def _scaled(norm: Norm, scale: Tensor | float) -> Norm:
 def _layer_keys(settings: dict[str, Any], windowed: list[bool]) -> tuple[Keys, ...]:
     """Return `ModelShape.layer_keys`; layers without a window, or single layers, may have other sizes."""
     layers, heads = len(windowed), count(settings, "num_attention_heads")
-    given = settings.get("per_layer_config")
-    if given is None:
+    overrides = settings.get("per_layer_config")
+    if overrides is None:
         full = {"head_dim": settings.get("global_head_dim", 512)}
         if flag(settings, "attention_k_eq_v", False) and settings.get("num_global_key_value_heads") is not None:
             full["num_key_value_heads"] = settings["num_global_key_value_heads"]
-        given = {str(layer): full for layer in range(layers) if not windowed[layer]}
-    if not isinstance(given, dict) or not all(isinstance(own, dict) for own in given.values()):
-        raise UnsupportedModelError(f"per_layer_config must be an object of objects by layer, got {shown(given)}")
+        overrides = {str(layer): full for layer in range(layers) if not windowed[layer]}
+    if not isinstance(overrides, dict) or not all(isinstance(of_layer, dict) for of_layer in overrides.values()):
+        raise UnsupportedModelError(f"per_layer_config must be an object of objects by layer, got {shown(overrides)}")
     first_shared = layers - count(settings, "num_kv_shared_layers", least=0)
     keys = []
     for layer in range(layers):
-        own = settings | given.get(str(layer), {})
-        kv_heads, head_dim = count(own, "num_key_value_heads"), count(own, "head_dim")
+        of_layer = settings | overrides.get(str(layer), {})
+        kv_heads, head_dim = count(of_layer, "num_key_value_heads"), count(of_layer, "head_dim")
         if heads % kv_heads or head_dim % 2:
             sizes = f"num_key_value_heads {kv_heads} and head_dim {head_dim}"
             raise UnsupportedModelError(f"layer {layer} has {sizes}, for {heads} query heads")

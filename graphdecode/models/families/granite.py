@@ -83,13 +83,13 @@ class GraniteHybrid(Granite, Sparse, Mamba2Hybrid):
         if "model.layers.0.mlp.gate_proj.weight" in tensors:
             for index in range(config.num_hidden_layers):
                 at = f"layers.{index}."
-                own = Llama.layer_weights(self, config, at, f"model.{at}")
-                weight_map |= {f"{at}{param_name}": own[f"{at}{param_name}"] for param_name in ("gate_up", "down")}
+                dense = Llama.layer_weights(self, config, at, f"model.{at}")
+                weight_map |= {f"{at}{param_name}": dense[f"{at}{param_name}"] for param_name in ("gate_up", "down")}
         return weight_map
 
-    def layouts(self, config: ModelConfig) -> tuple[WeightMap, ...]:
-        found = super().layouts(config)
-        return *found, {param_name: tuple(map(_as_in_transformers, parts)) for param_name, parts in found[0].items()}
+    def maps(self, config: ModelConfig) -> tuple[WeightMap, ...]:
+        maps = super().layouts(config)
+        return *maps, {param_name: tuple(map(_as_in_transformers, parts)) for param_name, parts in maps[0].items()}
 
     def layer_weights(self, config: ModelConfig, at: str, name: str) -> WeightMap:
         shared = _shared_weights(config, config.intermediate_size, at, name)

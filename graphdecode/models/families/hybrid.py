@@ -53,7 +53,7 @@ class Hybrid(Llama):
         return weight_map
 
     def mixer(self, config: ModelConfig, weights: Weights, index: int) -> Mixer:
-        if config.keeps_state(index):
+        if config.has_state(index):
             return self.recurrent_mixer(config, weights, f"layers.{index}.")
         return self.attention(config, weights, index)
 
@@ -85,9 +85,9 @@ def renamed(weight_map: WeightMap, layer: str, names: Mapping[str, str]) -> Weig
     """Rename modules in a weight map; tensor names begin with `layer`."""
 
     def other(part: Part) -> Part:
-        own = part.name.removeprefix(layer)
-        known = next((known for known in names if own.startswith(f"{known}.")), None)
-        return part if known is None else part._replace(name=layer + names[known] + own.removeprefix(known))
+        module = part.name.removeprefix(layer)
+        known = next((known for known in names if module.startswith(f"{known}.")), None)
+        return part if known is None else part._replace(name=layer + names[known] + module.removeprefix(known))
 
     return {param_name: tuple(map(other, parts)) for param_name, parts in weight_map.items()}
 
@@ -145,7 +145,7 @@ def mamba2_weights(config: ModelConfig, at: str, name: str) -> WeightMap:
     rows = (Run(sizes.channels), *xbc, Run(sizes.heads))
     vectors = {"a_log": "A_log", "skip": "D", "dt_bias": "dt_bias"}
     weight_map: WeightMap = {
-        f"{at}{param_name}": (Part(f"{name}{own}", (sizes.heads,), 0),) for param_name, own in vectors.items()
+        f"{at}{param_name}": (Part(f"{name}{tensor}", (sizes.heads,), 0),) for param_name, tensor in vectors.items()
     }
     weight_map[f"{at}conv"] = (Part(f"{name}conv1d.weight", (sizes.conv_channels, 1, sizes.width), 0, xbc),)
     if sizes.conv_bias:
@@ -191,8 +191,8 @@ def mamba2_sizes(settings: dict[str, Any], **changes: Any) -> Mamba2Sizes:
     choice(settings, "hidden_act", ("silu", "swish"))  # also of the convolution
     expanded = count(settings, "mamba_expand") * count(settings, "hidden_size")
     heads, channels = count(settings, "mamba_n_heads"), count(settings, "mamba_d_ssm", expanded)
-    given = settings.get("mamba_d_head", "auto")
-    head_dim = channels // heads if given == "auto" else count(settings, "mamba_d_head")
+    d_head = settings.get("mamba_d_head", "auto")
+    head_dim = channels // heads if d_head == "auto" else count(settings, "mamba_d_head")
     if heads * head_dim != channels:
         raise UnsupportedModelError(
             f"mamba_n_heads {heads} of mamba_d_head {head_dim} must make up {channels}, which is mamba_d_ssm or "
@@ -202,7 +202,7 @@ def mamba2_sizes(settings: dict[str, Any], **changes: Any) -> Mamba2Sizes:
     if stated is not None and not (isinstance(stated, (list, tuple)) and len(stated) == 2):
         raise UnsupportedModelError(f"time_step_limit must be two numbers, got {shown(stated)}")
     limits = [_unbounded(limit) for limit in stated or (0.0, float("inf"))]
-    made = Mamba2Sizes(
+    sizes = Mamba2Sizes(
         heads,
         head_dim,
         groups=count(settings, "mamba_n_groups"),
@@ -213,7 +213,7 @@ def mamba2_sizes(settings: dict[str, Any], **changes: Any) -> Mamba2Sizes:
         out_bias=flag(settings, "mamba_proj_bias", False),
         step_limits=(limits[0], limits[1]),
     )
-    return made._replace(**changes)
+    return sizes._replace(**changes)
 
 
 def _unbounded(limit: Any) -> float:

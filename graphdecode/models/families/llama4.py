@@ -95,7 +95,7 @@ class Llama4(Sparse):
         width, layers = settings["intermediate_size"], count(settings, "num_hidden_layers")
         kinds, step = settings.get("layer_types"), settings.get("interleave_moe_layer_step")
         sparse = layer_numbers(settings, "moe_layers")
-        given = {
+        overrides = {
             "intermediate_size": settings["intermediate_size_mlp"],
             "moe_intermediate_size": width,
             "shared_expert_intermediate_size": width,
@@ -106,7 +106,7 @@ class Llama4(Sparse):
         }
         scale = number(settings, "attn_scale"), number(settings, "floor_scale")
         return Llama4Config(
-            **vars(super().config(settings | given)),
+            **vars(super().config(settings | overrides)),
             norms_heads=flag(settings, "use_qk_norm", True),
             temperature=scale if settings["attn_temperature_tuning"] else None,
         )
@@ -115,27 +115,27 @@ class Llama4(Sparse):
         return layer_windows(settings, has_rope(settings, layers))
 
     def options(self, settings: dict[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
-        own = {"layer_ropes": ropes_or_none(settings, fields), "is_chunked": True}
-        return super().options(settings, fields) | own
+        further = {"layer_ropes": ropes_or_none(settings, fields), "is_chunked": True}
+        return super().options(settings, fields) | further
 
     def layer_weights(self, config: ModelConfig, at: str, name: str) -> WeightMap:
         return renamed(super().layer_weights(config, at, name), name, {"mlp": "feed_forward"})
 
     def attention(self, config: ModelConfig, weights: Weights, index: int) -> Attention:
         assert isinstance(config, Llama4Config)
-        found = super().attention(config, weights, index)
+        attention = super().attention(config, weights, index)
         if config.layer_ropes[index] is None:
-            scales = None if config.temperature is None else _scales(len(found.cos_sin), *config.temperature)
+            scales = None if config.temperature is None else _scales(len(attention.cos_sin), *config.temperature)
             on_device = None if scales is None else scales.to(weights.device)
-            return Llama4Attention(**vars(found), order=None, query_scales=on_device)
+            return Llama4Attention(**vars(attention), order=None, query_scales=on_device)
         if config.norms_heads:
             norm = Norm(torch.ones(config.head_dim, device=weights.device), config.rms_norm_eps)
-            found = replace(found, q_norm=norm, k_norm=norm)
-        heads = torch.arange(found.qkv.out_features).view(-1, config.head_dim)
+            attention = replace(attention, q_norm=norm, k_norm=norm)
+        heads = torch.arange(attention.qkv.out_features).view(-1, config.head_dim)
         rotated = config.num_attention_heads + config.num_key_value_heads
         half_split = torch.cat((heads[:rotated, ::2], heads[:rotated, 1::2]), dim=1)
         order = torch.cat((half_split, heads[rotated:])).flatten().to(weights.device)
-        return Llama4Attention(**vars(found), order=order, query_scales=None)
+        return Llama4Attention(**vars(attention), order=order, query_scales=None)
 
 
 def _scales(positions: int, scale: float, tokens: float) -> Tensor:

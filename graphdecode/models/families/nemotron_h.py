@@ -136,10 +136,10 @@ class NemotronH(Mamba2Family):
 
 def _kinds(settings: dict[str, Any]) -> list[str]:
     name = next((n for n in ("layers_block_type", "layer_types", "hybrid_override_pattern") if settings.get(n)), None)
-    given = settings[name] if name else None
-    if not isinstance(given, (list, str)) or not all(isinstance(each, str) and each in _KINDS for each in given):
+    kinds = settings[name] if name else None
+    if not isinstance(kinds, (list, str)) or not all(isinstance(each, str) and each in _KINDS for each in kinds):
         raise UnsupportedModelError(
             f"{name or 'layers_block_type'} must name layers without experts, each one of {', '.join(_KINDS)}, "
-            f"got {shown(given)}"
+            f"got {shown(kinds)}"
         )
-    return [_KINDS[each] for each in given]
+    return [_KINDS[each] for each in kinds]

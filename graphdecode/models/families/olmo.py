@@ -110,36 +110,36 @@ class OlmoHybrid(Olmo2, Hybrid):
         weight_map = self.weights(config)
         for index in range(config.num_hidden_layers):
             at, name = f"layers.{index}.", f"model.layers.{index}."
-            if config.keeps_state(index):
-                found = [
+            if config.has_state(index):
+                stored = [
                     part._replace(shape=tensors[part.name].shape)
                     for part in weight_map[f"{at}conv"]
                     if part.name in tensors and tensors[part.name].shape[1:] == part.shape[1:]
                 ]
-                channels = sum(part.shape[0] for part in found)
+                channels = sum(part.shape[0] for part in stored)
                 if channels == config.mixer.conv_channels:
-                    weight_map[f"{at}conv"] = tuple(found)
+                    weight_map[f"{at}conv"] = tuple(stored)
             elif f"{name}feedforward_layer_norm.weight" in tensors:
                 param_name, norm = f"{at}after_attention", {"post_attention_layernorm": "feedforward_layer_norm"}
                 weight_map |= renamed({param_name: weight_map[param_name]}, name, norm)
         return weight_map
 
     def mixer_weights(self, config: ModelConfig, at: str, name: str) -> WeightMap:
-        sizes, own, hidden = config.mixer, f"{name}linear_attn.", config.hidden_size
+        sizes, prefix, hidden = config.mixer, f"{name}linear_attn.", config.hidden_size
         channels = {"q": sizes.key_size, "k": sizes.key_size, "v": sizes.value_size}
         projected = channels | {"g": sizes.value_size, "a": sizes.heads, "b": sizes.heads}
-        names = {f"{own}{part}_proj": size for part, size in projected.items()}
+        names = {f"{prefix}{part}_proj": size for part, size in projected.items()}
         norms = {"before_attention": "attention_layer_norm", "before_mlp": "feedforward_layer_norm"}
         return {
             **norms_at(norms, config, at, name),
             f"{at}conv": tuple(
-                Part(f"{own}{part}_conv1d.weight", (size, 1, sizes.width)) for part, size in channels.items()
+                Part(f"{prefix}{part}_conv1d.weight", (size, 1, sizes.width)) for part, size in channels.items()
             ),
-            f"{at}a_log": (Part(f"{own}A_log", (sizes.heads,)),),
-            f"{at}dt_bias": (Part(f"{own}dt_bias", (sizes.heads,)),),
-            f"{at}mixer_norm": (Part(f"{own}o_norm.weight", (sizes.value_dim,)),),
+            f"{at}a_log": (Part(f"{prefix}A_log", (sizes.heads,)),),
+            f"{at}dt_bias": (Part(f"{prefix}dt_bias", (sizes.heads,)),),
+            f"{at}mixer_norm": (Part(f"{prefix}o_norm.weight", (sizes.value_dim,)),),
             **product(f"{at}in_proj", names, hidden, split=None),
-            **product(f"{at}out_proj", {f"{own}o_proj": hidden}, sizes.value_size, split=None),
+            **product(f"{at}out_proj", {f"{prefix}o_proj": hidden}, sizes.value_size, split=None),
         }
 
     def recurrent_mixer(self, config: ModelConfig, weights: Weights, at: str) -> Mixer:

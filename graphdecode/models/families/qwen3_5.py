@@ -91,7 +91,7 @@ class Qwen35(Hybrid):
         """Return the weight map of one layer; queries include their gates."""
         q, kv = config.num_attention_heads * config.head_dim, (head_run(config),)
         rows: dict[str, Any] = {"q_proj": 2 * q, "k_proj": kv, "v_proj": kv}
-        names = {f"{name}self_attn.{own}": size for own, size in rows.items()}
+        names = {f"{name}self_attn.{module}": size for module, size in rows.items()}
         qkv = product(f"{at}qkv", names, config.hidden_size, split=0, bias=config.qkv_bias)
         return super().layer_weights(config, at, name) | qkv
 
@@ -104,21 +104,21 @@ class Qwen35(Hybrid):
         return GatedAttention(**vars(plain), qkv_order=order, gate_order=gates.flatten())
 
     def mixer_weights(self, config: ModelConfig, at: str, name: str) -> WeightMap:
-        sizes, own, hidden = config.mixer, f"{name}linear_attn.", config.hidden_size
+        sizes, prefix, hidden = config.mixer, f"{name}linear_attn.", config.hidden_size
         return {
-            f"{at}conv": (Part(f"{own}conv1d.weight", (sizes.conv_channels, 1, sizes.width), 0, sizes.qkv),),
-            f"{at}a_log": (Part(f"{own}A_log", (sizes.heads,), 0),),
-            f"{at}dt_bias": (Part(f"{own}dt_bias", (sizes.heads,), 0),),
-            f"{at}mixer_norm": (Part(f"{own}norm.weight", (sizes.value_dim,)),),
-            **product(f"{at}in_proj", self.projections(sizes, own), hidden, split=0),
-            **product(f"{at}out_proj", {f"{own}out_proj": hidden}, sizes.value_size, split=1),
+            f"{at}conv": (Part(f"{prefix}conv1d.weight", (sizes.conv_channels, 1, sizes.width), 0, sizes.qkv),),
+            f"{at}a_log": (Part(f"{prefix}A_log", (sizes.heads,), 0),),
+            f"{at}dt_bias": (Part(f"{prefix}dt_bias", (sizes.heads,), 0),),
+            f"{at}mixer_norm": (Part(f"{prefix}norm.weight", (sizes.value_dim,)),),
+            **product(f"{at}in_proj", self.projections(sizes, prefix), hidden, split=0),
+            **product(f"{at}out_proj", {f"{prefix}out_proj": hidden}, sizes.value_size, split=1),
         }
 
-    def projections(self, sizes: DeltaSizes, own: str) -> dict[str, int | tuple[Run, ...]]:
+    def projections(self, sizes: DeltaSizes, prefix: str) -> dict[str, int | tuple[Run, ...]]:
         """Return the tensors of the first product, and the rows of each; see `product`."""
         heads = sizes.heads
         rows: dict[str, int | tuple[Run, ...]] = {"qkv": sizes.qkv, "z": sizes.value_size, "a": heads, "b": heads}
-        return {f"{own}in_proj_{part}": size for part, size in rows.items()}
+        return {f"{prefix}in_proj_{part}": size for part, size in rows.items()}
 
     def order(self, sizes: DeltaSizes, device: torch.device) -> Tensor | None:
         """Return the order of the first product's columns; see `DeltaNet`."""
@@ -132,7 +132,7 @@ class Qwen35(Hybrid):
 def delta_net(sizes: DeltaSizes, weights: Weights, at: str, eps: float, order: Tensor | None = None) -> DeltaNet:
     """Return the delta net at prefix `at`; `order`: see `DeltaNet`."""
     return DeltaNet(
-        in_proj=weights.linear(f"{at}in_proj", keeps_each=True),
+        in_proj=weights.linear(f"{at}in_proj", quantize_separately=True),
         order=order,
         conv=conv_weight(weights, f"{at}conv"),
         a_log=weights.tensor(f"{at}a_log", torch.float32),
@@ -156,8 +156,8 @@ class Qwen3Next(Sparse, Qwen35):
         "shared_expert_intermediate_size": 512,
     }
 
-    def projections(self, sizes: DeltaSizes, own: str) -> dict[str, int | tuple[Run, ...]]:
-        return {f"{own}in_proj_qkvz": sizes.conv_channels + sizes.value_size, f"{own}in_proj_ba": 2 * sizes.heads}
+    def projections(self, sizes: DeltaSizes, prefix: str) -> dict[str, int | tuple[Run, ...]]:
+        return {f"{prefix}in_proj_qkvz": sizes.conv_channels + sizes.value_size, f"{prefix}in_proj_ba": 2 * sizes.heads}
 
     def order(self, sizes: DeltaSizes, device: torch.device) -> Tensor:
         each, whole = sizes.heads // sizes.key_heads, sizes.conv_channels + sizes.value_size

@@ -34,9 +34,9 @@ def ropes_or_none(settings: dict[str, Any], fields: dict[str, Any]) -> tuple[Rop
 
 def has_rope(settings: dict[str, Any], layers: int) -> list[bool]:
     """Return whether each layer has a rotary embedding; in `no_rope_layers`, 1 means that it has."""
-    given = settings.get("no_rope_layers")
-    if not given and given != 0:
+    flags = settings.get("no_rope_layers")
+    if not flags and flags != 0:
         return all_but_every(count(settings, "no_rope_layer_interval", 4), layers)
-    if not isinstance(given, list) or len(given) < layers or any(rotated not in (0, 1) for rotated in given):
-        raise UnsupportedModelError(f"no_rope_layers must be {layers} zeros and ones, got {shown(given)}")
-    return [bool(rotated) for rotated in given[:layers]]
+    if not isinstance(flags, list) or len(flags) < layers or any(rotated not in (0, 1) for rotated in flags):
+        raise UnsupportedModelError(f"no_rope_layers must be {layers} zeros and ones, got {shown(flags)}")
+    return [bool(rotated) for rotated in flags[:layers]]

@@ -119,12 +119,12 @@ class Sparse(Llama):
         weight_map: WeightMap = {}
         width, halves = experts.intermediate_size, (Run(experts.intermediate_size),) * 2
         gate_up, down = (2 * width, hidden), (hidden, width)
-        for name, own, shape, split in zip(("gate_up", "down"), self.stacks, (gate_up, down), (0, 1), strict=True):
+        for name, stack, shape, split in zip(("gate_up", "down"), self.stacks, (gate_up, down), (0, 1), strict=True):
             runs = halves if split == 0 and not self.stack_layout.interleaved else ()
             stored, axis = (shape[::-1], 1 - split) if self.stack_layout.transposed else (shape, split)
-            weight_map[f"{at}{name}"] = (Part(f"{mlp}{own}", (experts.count, *stored), axis + 1, runs),)
+            weight_map[f"{at}{name}"] = (Part(f"{mlp}{stack}", (experts.count, *stored), axis + 1, runs),)
             if self.has_biases:
-                bias = Part(f"{mlp}{own}_bias", (experts.count, shape[0]), None if split else 1, runs, split == 1)
+                bias = Part(f"{mlp}{stack}_bias", (experts.count, shape[0]), None if split else 1, runs, split == 1)
                 weight_map[f"{at}{name}.bias"] = (bias,)
         return weight_map
 

@@ -26,10 +26,10 @@ def read_gguf_adapter(path: Path, config: ModelShape) -> Iterator[tuple[str, Ten
     fields = Metadata(file.fields)
     name, architecture = architecture_for(config.architecture)
     expected = {"general.type": "adapter", "adapter.type": "lora", "general.architecture": name}
-    for key, wanted in expected.items():
-        found = fields.whole(key, str)
-        if found != wanted:
-            raise UnsupportedModelError(f"{key} is {found!r:.80}, and should be {wanted!r}")
+    for key, value in expected.items():
+        stated = fields.whole(key, str)
+        if stated != value:
+            raise UnsupportedModelError(f"{key} is {stated!r:.80}, and should be {value!r}")
     alpha = fields.whole("adapter.lora.alpha", (int, float))
     if not math.isfinite(alpha) or alpha == 0.0:
         raise UnsupportedModelError(f"adapter.lora.alpha must be a number other than 0, got {alpha}")

@@ -74,9 +74,7 @@ class Architecture:
     joins: Callable[[Metadata], Mapping[str, Join]] = field(default=lambda metadata: {})
     layers_differ: bool = False  # layers differ in size
     has_latent_keys: bool = False  # latent attention (DeepSeek)
-    has_own_head: bool = (
-        False  # never tied in transformers: the embedding is the output layer, too, in files without one
-    )
+    is_untied: bool = False  # never tied in transformers: the embedding is the output layer, too, in files without one
     # fields of config.json beyond those that all of them have: constants, counts and numbers of the metadata (with
     # a default; None: required), and what `more` computes
     constants: Mapping[str, Any] = field(default_factory=dict)
@@ -142,9 +140,9 @@ class Architecture:
         joined = {part for join in joins.values() for part in join.parts}
         layers = f"{self.outer['token_embd'].partition('.')[0]}.layers"  # in transformers, beside the embedding
         for name, tensor in stored.items():
-            place, _, kind = name.rpartition(".")
-            layer, _, part = place.removeprefix("blk.").partition(".")
-            if place.startswith("blk.") and not part:  # without an ending
+            module, _, kind = name.rpartition(".")
+            layer, _, part = module.removeprefix("blk.").partition(".")
+            if module.startswith("blk.") and not part:  # without an ending
                 part, kind = kind, ""
             known = f"{part}.{kind}" if f"{part}.{kind}" in self.layer else part
             if name.startswith("blk.") and layer.isdecimal() and known in self.layer:
@@ -155,21 +153,21 @@ class Architecture:
                     yield from self._of_layer(metadata, tensor, (part, kind), whole)
             elif part in joined:
                 for theirs, join in joins.items():
-                    names = [f"blk.{layer}.{own}.weight" for own in join.parts]
+                    names = [f"blk.{layer}.{piece}.weight" for piece in join.parts]
                     if name == names[0] and all(each in stored for each in names):
                         parts = tuple(TensorView(stored[each], stored[each].shape) for each in names)
                         yield f"{layers}.{layer}.{theirs}.weight", JoinedView(parts, join.join, join.keeps_rows)
-            elif place in self.outer:
-                if name == "token_embd.weight" and self.has_own_head and "output.weight" not in stored:
+            elif module in self.outer:
+                if name == "token_embd.weight" and self.is_untied and "output.weight" not in stored:
                     yield f"{self.outer['output']}.{kind}", TensorView(tensor, tensor.shape)
-                yield f"{self.outer[place]}.{kind}", TensorView(tensor, tensor.shape, shift=self._shift(place))
+                yield f"{self.outer[module]}.{kind}", TensorView(tensor, tensor.shape, shift=self._shift(module))
             elif name not in ROPE_TENSORS:
                 yield name, TensorView(tensor, tensor.shape)
 
     def _of_layer(
-        self, metadata: Metadata, tensor: GgufTensor, place: tuple[str, str], name: str
+        self, metadata: Metadata, tensor: GgufTensor, key: tuple[str, str], name: str
     ) -> Iterator[tuple[str, TensorView]]:
-        part, kind = place
+        part, kind = key
         order = _value_order(metadata, part) if self.reorders_values else {}
         ending = f".{kind}" if kind else ""
         if part + ending in _VECTORS:
@@ -186,8 +184,8 @@ class Architecture:
             for index in range(tensor.shape[0] * len(halves)):
                 expert, half = divmod(index, len(halves))
                 whole = name.replace("gate_up_proj", halves[half]) if halves[half] else name
-                own = TensorView(tensor, (rows, *tensor.shape[2:]), first_row=index * rows)
-                yield f"{whole}.{kind}".format(expert=expert), own
+                view = TensorView(tensor, (rows, *tensor.shape[2:]), first_row=index * rows)
+                yield f"{whole}.{kind}".format(expert=expert), view
         else:
             head_rows = 0
             if self.interleaved_rope and part in ROTATED:
@@ -220,20 +218,20 @@ def _check_counts(metadata: Metadata, stored: Mapping[str, GgufTensor]) -> None:
     """Refuse counts that do not fit the tensors, before memory is allocated for them."""
     if "token_embd.weight" not in stored:
         raise UnsupportedModelError("the tensor token_embd.weight is missing")
-    held = len({name.split(".")[1] for name in stored if name.startswith("blk.")})
+    num_blocks = len({name.split(".")[1] for name in stored if name.startswith("blk.")})
     stacks = {tensor.shape[0] for name, tensor in stored.items() if name.endswith("_exps.weight")}
-    for name, found in (("block_count", {held}), ("expert_count", stacks)):
+    for name, counts in (("block_count", {num_blocks}), ("expert_count", stacks)):
         stated = metadata.num_layers if name == "block_count" else metadata.number(name, 0) and metadata.count(name)
-        if stated and found != {stated}:
-            there = " and ".join(map(str, sorted(found))) or "none"
-            raise UnsupportedModelError(f"{metadata.architecture}.{name} is {stated}, and the tensors are of {there}")
+        if stated and counts != {stated}:
+            actual = " and ".join(map(str, sorted(counts))) or "none"
+            raise UnsupportedModelError(f"{metadata.architecture}.{name} is {stated}, and the tensors are of {actual}")
 
 
 def _check_experts(stored: Mapping[str, GgufTensor]) -> None:
     """Refuse stacks without an axis of experts, and gates with another shape than their up projection."""
     for name, tensor in stored.items():
-        place, _, kind = name.rpartition(".")
-        if not place.endswith("_exps") or kind == "scale":
+        module, _, kind = name.rpartition(".")
+        if not module.endswith("_exps") or kind == "scale":
             continue
         dims = 3 if kind == "weight" else 2
         if len(tensor.shape) != dims:
@@ -498,7 +496,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         _NEMOTRON_H | _ssm("mixer"),
         outer=_MAMBA2_OUTER,
         counts=_STATE_COUNTS | {"mamba_num_heads": "ssm.time_step_rank", "ssm_state_size": "ssm.state_size"},
-        has_own_head=True,
+        is_untied=True,
         more=nemotron_h_settings,
     ),
     "lfm2": Architecture(
@@ -583,7 +581,7 @@ def architecture_of(fields: Mapping[str, Any]) -> Architecture:
 def architecture_for(model: str) -> tuple[str, Architecture]:
     """Return GGUF's name of an architecture, and the architecture, given its class in transformers."""
     kind = model.removesuffix("ForCausalLM")
-    for name, found in ARCHITECTURES.items():
-        if found.name == _NAMESAKES.get(kind, kind):
-            return _HEADER_NAMES.get(name, name), found
+    for name, architecture in ARCHITECTURES.items():
+        if architecture.name == _NAMESAKES.get(kind, kind):
+            return _HEADER_NAMES.get(name, name), architecture
     raise UnsupportedModelError(f"it cannot be an adapter of {model}, whose tensors in GGUF are not known")

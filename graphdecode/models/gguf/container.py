@@ -72,14 +72,14 @@ def read_header(path: Path) -> GgufFile:
         ModelSourceError: it is a pointer of Git LFS.
     """
     try:
-        found = path.stat()
-        return _read_once(path, found.st_ino, found.st_size, found.st_mtime_ns)
+        status = path.stat()
+        return _read_cached(path, status.st_ino, status.st_size, status.st_mtime_ns)
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror}") from error
 
 
 @functools.lru_cache(maxsize=8)  # shards of one model
-def _read_once(path: Path, *_version: int) -> GgufFile:
+def _read_cached(path: Path, *_version: int) -> GgufFile:
     refuse_pointer(path)
     with path.open("rb") as opened:
         size = opened.seek(0, 2)
@@ -131,13 +131,13 @@ class _Header:
         return number
 
     def _metadata(self, count: int) -> dict[str, Any]:
-        found: dict[str, Any] = {}
+        fields: dict[str, Any] = {}
         for index in range(count):
             key = self._strings(1, f"the key of field {index}")[0]
-            if key in found:
+            if key in fields:
                 raise self._fault(f"the field {key} is there twice")
-            found[key] = self._value(self._number("I", f"the type of {key}"), key)
-        return found
+            fields[key] = self._value(self._number("I", f"the type of {key}"), key)
+        return fields
 
     def _tensors(self, count: int, alignment: int) -> dict[str, GgufTensor]:
         """Read the descriptions of all tensors, and check that the file has their bytes."""
@@ -207,23 +207,23 @@ class _Header:
 
     def _strings(self, count: int, field: str) -> list[str]:
         data, at, size, unpack = self._data, self._at, self._size, struct.Struct("<Q").unpack_from
-        found = []
+        strings = []
         try:
             for _ in range(count):
                 end = at + 8 + unpack(data, at)[0]
                 if end > size:
                     raise self._truncated(field)
-                found.append(data[at + 8 : end].decode())
+                strings.append(data[at + 8 : end].decode())
                 at = end
         except struct.error:
             raise self._truncated(field) from None
         except UnicodeDecodeError as error:
             raise self._fault(f"{field} is no UTF-8: {error}") from error
         self._at = at
-        return found
+        return strings
 
-    def _fault(self, what: str) -> CheckpointError:
-        return CheckpointError(f"{self._path}: {what}")
+    def _fault(self, problem: str) -> CheckpointError:
+        return CheckpointError(f"{self._path}: {problem}")
 
     def _truncated(self, field: str) -> CheckpointError:
         return CheckpointError(f"{self._path} is truncated: it ends within {field}, at byte {self._size}")
@@ -354,8 +354,8 @@ class TensorView:
     def _read_rows(self, rows: np.ndarray, row_length: int) -> Tensor:
         """Return stored rows by their numbers, which are close to one another."""
         low, count = int(rows.min()), int(rows.max() - rows.min()) + 1
-        found = dequantize(self.stored.read(low * row_length, count * row_length).reshape(count, -1), self.stored.block)
-        return found if count == len(rows) and (np.diff(rows) == 1).all() else found[rows - low]
+        out = dequantize(self.stored.read(low * row_length, count * row_length).reshape(count, -1), self.stored.block)
+        return out if count == len(rows) and (np.diff(rows) == 1).all() else out[rows - low]
 
 
 @dataclass(frozen=True)
@@ -389,7 +389,7 @@ class JoinedView:
     def read(self, out: Tensor, shard: Shard | None) -> None:
         """Write the values, or a part of them, into `out`."""
         values = [torch.empty(part.shape) for part in self.parts]
-        for part, own in zip(self.parts, values, strict=True):
-            part.read(own, None)
+        for part, target in zip(self.parts, values, strict=True):
+            part.read(target, None)
         whole = self.join(*values)
         out.copy_(whole if shard is None else whole[shard.slices(self.shape)])

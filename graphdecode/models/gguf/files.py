@@ -15,9 +15,9 @@ def models_among(names: Iterable[str]) -> list[str]:
     return [name for name in models if shards_of(name)[0] == name]
 
 
-def of_quantization(names: Iterable[str], wanted: str) -> list[str]:
+def of_quantization(names: Iterable[str], quantization: str) -> list[str]:
     """Return the names with a quantization, such as "Q4_K_M"; all names for ""."""
-    return [name for name in names if not wanted or wanted.lower() in re.split(r"[-.]", name.lower())]
+    return [name for name in names if not quantization or quantization.lower() in re.split(r"[-.]", name.lower())]
 
 
 def shards_of(name: str) -> list[str]:

@@ -84,18 +84,18 @@ def _by_pair(short: np.ndarray, long: np.ndarray, trained: int, scale: float) ->
 
 def _yarn(metadata: Metadata, factor: float, scale: float) -> dict[str, Any]:
     trained = metadata.count("rope.scaling.original_context_length", metadata.count("context_length"))
-    found: dict[str, Any] = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": trained}
+    rope: dict[str, Any] = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": trained}
     if metadata.architecture == "gpt-oss":
-        found["truncate"] = False
+        rope["truncate"] = False
     if metadata.has(_LOG_MULTIPLIER):  # DeepSeek's
         multiplier = metadata.number(_LOG_MULTIPLIER) / 0.1
-        found |= {"mscale": multiplier, "mscale_all_dim": multiplier}
+        rope |= {"mscale": multiplier, "mscale_all_dim": multiplier}
     names = {"beta_fast": "beta_fast", "beta_slow": "beta_slow", "attention_factor": "attn_factor"}
-    found |= _optional(metadata, {ours: f"rope.scaling.yarn_{theirs}" for ours, theirs in names.items()})
+    rope |= _optional(metadata, {ours: f"rope.scaling.yarn_{theirs}" for ours, theirs in names.items()})
     if scale != 1.0:
-        own = RopeConfig.from_dict({"rope_parameters": found}, trained).attention_factor
-        found["attention_factor"] = scale * own
-    return found
+        attention_factor = RopeConfig.from_dict({"rope_parameters": rope}, trained).attention_factor
+        rope["attention_factor"] = scale * attention_factor
+    return rope
 
 
 def _optional(metadata: Metadata, names: Mapping[str, str]) -> dict[str, Any]:

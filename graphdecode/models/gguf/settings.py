@@ -82,12 +82,12 @@ def expert_widths(metadata: Metadata) -> Settings:
     defaults = {"moe_intermediate_size": ("expert", width // metadata.count("expert_used_count"))}
     if metadata.architecture != "qwen3moe":
         defaults["shared_expert_intermediate_size"] = ("expert_shared", width)
-    found = {}
+    widths = {}
     for name, (kind, default) in defaults.items():
         field = f"{kind}_feed_forward_length"
         is_stated = metadata.has(field) and metadata.number(field) != 0
-        found[name] = metadata.count(field) if is_stated else default
-    return found
+        widths[name] = metadata.count(field) if is_stated else default
+    return widths
 
 
 def _kinds(metadata: Metadata, recurrent: str) -> list[str]:

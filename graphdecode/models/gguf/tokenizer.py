@@ -154,10 +154,10 @@ class _Vocabulary:
     def array(self, name: str, *kinds: type) -> list[Any]:
         """Return a list whose elements have some types."""
         value = self.fields.get(f"{_PREFIX}{name}")
-        found = value.tolist() if isinstance(value, np.ndarray) else value
-        if not isinstance(found, list) or not set(map(type, found)) <= set(kinds):
+        values = value.tolist() if isinstance(value, np.ndarray) else value
+        if not isinstance(values, list) or not set(map(type, values)) <= set(kinds):
             raise self.fault(f"{name} must be a list of {kinds[-1].__name__}, got {value!r:.80}")
-        return found
+        return values
 
     def flag(self, name: str, default: bool) -> bool:
         """Return a bool."""
@@ -179,10 +179,10 @@ class _Vocabulary:
     def pre_tokenizer(self) -> PreTokenizer:
         """Return the pre-tokenizer."""
         name = self.fields.get(f"{_PREFIX}pre") or "default"
-        found = PRE_TOKENIZERS.get(name) if isinstance(name, str) else None
-        if found is None:
+        pre = PRE_TOKENIZERS.get(name) if isinstance(name, str) else None
+        if pre is None:
             raise self.fault(f"pre {name!r:.80} is not supported; supported are {', '.join(PRE_TOKENIZERS)}")
-        return found
+        return pre
 
     def fault(self, wrong: str) -> ModelSourceError:
         """Return the error for a field; the message begins with its name."""
@@ -214,13 +214,13 @@ def _finished(vocabulary: _Vocabulary, tokenizer: Any, *, adds_bos: bool) -> Ggu
     named = {name: token for name, use in _NAMED.items() if (token := vocabulary.token(use)) is not None}
     _add_whole(vocabulary, tokenizer, list(named.values()))
     ends = {"bos": vocabulary.flag("add_bos_token", adds_bos), "eos": vocabulary.flag("add_eos_token", False)}
-    _put_around(tokenizer, *(named.get(f"{name}_token") if wanted else None for name, wanted in ends.items()))
-    options = {f"add_{name}_token": wanted for name, wanted in ends.items()} | {"clean_up_tokenization_spaces": False}
+    _add_template(tokenizer, *(named.get(f"{name}_token") if adds else None for name, adds in ends.items()))
+    options = {f"add_{name}_token": adds for name, adds in ends.items()} | {"clean_up_tokenization_spaces": False}
     template = vocabulary.fields.get("tokenizer.chat_template")
     return GgufTokenizer(tokenizer, named, template if isinstance(template, str) else None, options)
 
 
-def _put_around(tokenizer: Any, begin: str | None, end: str | None) -> None:
+def _add_template(tokenizer: Any, begin: str | None, end: str | None) -> None:
     from tokenizers.processors import TemplateProcessing
 
     ids = {token: tokenizer.token_to_id(token) for token in (begin, end) if token is not None}
@@ -319,13 +319,13 @@ def _merges_by_score(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
     scores, ids = vocabulary.array("scores", int, float), vocabulary.ids
     if len(scores) < len(vocabulary.tokens):
         raise vocabulary.fault(f"scores has {len(scores)} entries, and there are {len(vocabulary.tokens)} tokens")
-    found: list[tuple[str, str]] = []
+    merges: list[tuple[str, str]] = []
     for index in sorted(range(len(vocabulary.tokens)), key=lambda index: -scores[index]):
         token = vocabulary.tokens[index]
         if vocabulary.kinds[index] in (_NORMAL, _USER_DEFINED):
             cuts = ((token[:at], token[at:]) for at in range(1, len(token)))
-            found += [(left, right) for left, right in cuts if left in ids and right in ids]
-    return found
+            merges += [(left, right) for left, right in cuts if left in ids and right in ids]
+    return merges
 
 
 def vocabulary_fields(tokenizer: Any, vocab_size: int) -> dict[str, Any]:
@@ -357,8 +357,8 @@ def vocabulary_fields(tokenizer: Any, vocab_size: int) -> dict[str, Any]:
         **{name: index for name, index in named.items() if index is not None},
         "add_bos_token": tokenizer("a").input_ids[:1] == [tokenizer.bos_token_id],
     }
-    found = {f"{_PREFIX}{name}": value for name, value in fields.items()}
-    return found | ({"tokenizer.chat_template": template} if isinstance(template, str) else {})
+    prefixed = {f"{_PREFIX}{name}": value for name, value in fields.items()}
+    return prefixed | ({"tokenizer.chat_template": template} if isinstance(template, str) else {})
 
 
 def _pre_tokenizer_name(tokenizer: Any, described: dict[str, Any], ignores_merges: bool) -> str:

@@ -61,13 +61,13 @@ def read_peft(
         if weight not in known:
             weight, text = _weight_of(_of_text(wrapper), targets, stacks), _TEXT.search(wrapper)
         module, version = weight.removesuffix(".weight"), settings.get("peft_version")
-        found = stacks[weight].oriented(pair, version) if weight in stacks else pair
-        if found is None:
+        low_rank = stacks[weight].oriented(pair, version) if weight in stacks else pair
+        if low_rank is None:
             raise AdapterError(f"{folder}: {module} is of square weights, and PEFT {shown(version)} may transpose them")
         if weight not in known:
-            yield weight, found
+            yield weight, low_rank
             continue
-        rank, name = found.rank, weight if _is_target(weight, targets) else module  # what PEFT matches
+        rank, name = low_rank.rank, weight if _is_target(weight, targets) else module  # what PEFT matches
         if text is not None:
             name = name[: text.start()] + text[0] + name[text.start() :]
         stated = rank_of(name, settings.get("r"))
@@ -78,7 +78,7 @@ def read_peft(
             raise AdapterError(f"{folder}: lora_alpha of {module} is {shown(alpha)}, and not a number")
         # with rsLoRA (Kalajdzievski, 2023) alpha / sqrt(rank)
         divisor = math.sqrt(rank) if settings.get("use_rslora") else rank
-        yield weight, found._replace(scale=alpha / (divisor or 1))
+        yield weight, low_rank._replace(scale=alpha / (divisor or 1))
 
 
 def _of_text(module: str) -> str:
@@ -127,15 +127,15 @@ def _matrices(folder: Path, bases: Mapping[str, Tensor], holding_weights: Holdin
         raise AdapterError(f"{file}: {error}") from error
     if not halves:
         raise AdapterError(f"{file}: it is empty")
-    for module, found in halves.items():
-        if len(found) > 2:
+    for module, pair in halves.items():
+        if len(pair) > 2:
             raise AdapterError(f"{file}: {module} has matrices of an embedding, and of another product")
-        if found.keys() not in ({"A.weight", "B.weight"}, {"embedding_A", "embedding_B"}):
+        if pair.keys() not in ({"A.weight", "B.weight"}, {"embedding_A", "embedding_B"}):
             raise AdapterError(f"{file}: {module} has only one of A and B")
     return {
-        module: LowRank(found[first], found[second], 1.0, first == "embedding_A")
-        for module, found in halves.items()
-        for first, second in [sorted(found)]
+        module: LowRank(pair[first], pair[second], 1.0, first == "embedding_A")
+        for module, pair in halves.items()
+        for first, second in [sorted(pair)]
     }
 
 
@@ -146,8 +146,8 @@ def _is_same(base: Tensor, saved: Tensor) -> bool:
     is_exact = base.dtype == saved.dtype
     relative = 0.0 if is_exact else max(torch.finfo(each.dtype).eps for each in (base, saved))
     return all(
-        torch.allclose(own.float(), its.to(own.device).float(), rtol=relative, atol=0.0 if is_exact else _LEAST_HALF)
-        for own, its in zip(base.split(_ROWS_AT_ONCE), saved.split(_ROWS_AT_ONCE), strict=True)
+        torch.allclose(one.float(), other.to(one.device).float(), rtol=relative, atol=0.0 if is_exact else _LEAST_HALF)
+        for one, other in zip(base.split(_ROWS_AT_ONCE), saved.split(_ROWS_AT_ONCE), strict=True)
     )
 
 
@@ -155,10 +155,10 @@ def _pattern(folder: Path, settings: Mapping[str, Any], field: str, until: float
     """Return what the expressions of a field say of a module; of one that none matches, the second argument."""
     import regex  # only patterns need it
 
-    given, file, expressions = settings.get(field) or {}, folder / ADAPTER_FILE, []
-    if not isinstance(given, dict):
-        raise AdapterError(f"{file}: {field} is {shown(given)}, and no object")
-    for key, value in given.items():
+    patterns, file, expressions = settings.get(field) or {}, folder / ADAPTER_FILE, []
+    if not isinstance(patterns, dict):
+        raise AdapterError(f"{file}: {field} is {shown(patterns)}, and no object")
+    for key, value in patterns.items():
         try:
             expressions.append((regex.compile(rf"(.*\.)?({key})$"), value))  # as PEFT matches
         except (regex.error, RecursionError) as error:

@@ -93,15 +93,15 @@ def read_settings(folder: Path) -> dict[str, Any]:
     except UnsupportedModelError as error:
         raise AdapterError(str(error)) from error
     for name, value in settings.items():
-        why = _why_refused(name, value)
-        if why is not None:
-            raise AdapterError(f"{file}: {name} is {shown(value)}{why}")
+        refusal = _refusal(name, value)
+        if refusal is not None:
+            raise AdapterError(f"{file}: {name} is {shown(value)}{refusal}")
     if settings.get("use_rslora") not in (None, True, False):
         raise AdapterError(f"{file}: use_rslora is {shown(settings['use_rslora'])}, and not true or false")
     return settings
 
 
-def _why_refused(name: str, value: Any) -> str | None:
+def _refusal(name: str, value: Any) -> str | None:
     """Return why a field is refused; None if it is not."""
     use = FIELDS.get(name, _OFF)
     if use in (HONOURED, NEUTRAL) or value in use or (isinstance(value, str) and value.lower() in use):

@@ -134,11 +134,11 @@ class AdoptedFolder:
         try:
             return AutoConfig.from_pretrained(self._folder, **self._options)
         except Exception as error:  # see `load`
-            why = error_line(error)
+            reason = error_line(error)
             if "auto_map" in read_json(self._file) and not self._options["trust_remote_code"]:
-                why = "it comes with Python code of its own, which is run with trust_remote_code=True alone"
+                reason = "it comes with Python code of its own, which is run with trust_remote_code=True alone"
             raise UnsupportedModelError(
-                f"{self._file}: transformers cannot read it either: {why}; a family {BRING_YOUR_OWN}"
+                f"{self._file}: transformers cannot read it either: {reason}; a family {BRING_YOUR_OWN}"
             ) from error
 
     def _module_without_weights(self, settings: Any) -> Any:
@@ -160,23 +160,23 @@ class AdoptedFolder:
                 without_interface(name) if error.args == (PROBE,) else error_line(error)
             ) from error
         except Exception as error:  # see `load`
-            why = f"{name}: {error_line(error)}"
+            reason = f"{name}: {error_line(error)}"
             if str(error).startswith("Unrecognized configuration class"):  # and a list of all that there are
-                why = f"for {name}: {_other_inputs(settings) or 'only causal decoders are run'}"
-            raise UnsupportedModelError(f"transformers has no causal decoder {why}") from error
+                reason = f"for {name}: {_other_inputs(settings) or 'only causal decoders are run'}"
+            raise UnsupportedModelError(f"transformers has no causal decoder {reason}") from error
 
     def _check_kind(self, module: Any, settings: Any) -> None:
         """Refuse a module that is no causal decoder over a paged cache."""
         name = architecture_of(settings)
         if {part.is_causal for part in module.modules() if hasattr(part, "is_causal")} == {False}:
-            why = "whose tokens see those behind them: it generates no text, and only causal decoders are run"
-            raise UnsupportedModelError(f"{name} is an encoder, {why}")
+            reason = "whose tokens see those behind them: it generates no text, and only causal decoders are run"
+            raise UnsupportedModelError(f"{name} is an encoder, {reason}")
         if type(module).__name__ != name:
-            asked, made, families = shown(name, plain=True), type(module).__name__, ", ".join(known_families())
-            why = f"of its kind {made} is what generates text, and architectures must name that where it is meant"
-            why = _other_inputs(settings) or why
+            stated, actual, families = shown(name, plain=True), type(module).__name__, ", ".join(known_families())
+            reason = f"of its kind {actual} is what generates text, and architectures must name that where it is meant"
+            reason = _other_inputs(settings) or reason
             raise UnsupportedModelError(
-                f"{asked} is not supported: {why}. Families are there for {families}; a family {BRING_YOUR_OWN}"
+                f"{stated} is not supported: {reason}. Families are there for {families}; a family {BRING_YOUR_OWN}"
             )
 
 

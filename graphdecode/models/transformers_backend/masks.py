@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from graphdecode.graphs.inspect.observer import TorchDispatchMode, mapped, tensors_of
 from graphdecode.models.fields import UnsupportedModelError
 
-_MADE = "graphdecode_masks"  # the attribute of a configuration that holds the masks made for it
+_MASKS = "graphdecode_masks"  # the attribute of a configuration that holds the masks made for it
 _OTHERWISE = 2**20  # positions of a model that names no number of them
 _DENSE = 130  # first positions, each of which is compared
 _SAMPLED = 48
@@ -31,12 +31,12 @@ class Visible(NamedTuple):
 
     def mask(self, queries: Tensor, keys: Tensor) -> Tensor:
         """Return whether queries see keys, given their positions, which are broadcast."""
-        seen = keys <= queries
+        is_visible = keys <= queries
         if self.window_left < 0:
-            return seen
+            return is_visible
         size = self.window_left + 1
         in_window = keys // size == queries // size if self.is_chunked else keys > queries - size
-        return seen & in_window
+        return is_visible & in_window
 
 
 def code_of_mask(*, mask_function: MaskFunction, config: Any, attention_mask: Tensor | None = None, **_: Any) -> Tensor:
@@ -49,14 +49,14 @@ def code_of_mask(*, mask_function: MaskFunction, config: Any, attention_mask: Te
         raise UnsupportedModelError("its attention masks tokens by what they are, which this runtime does not")
     longest = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None) or _OTHERWISE
     visible = _visible(mask_function, longest)
-    vars(config).setdefault(_MADE, set()).add(visible)
+    vars(config).setdefault(_MASKS, set()).add(visible)
     return torch.full((1, 1, 1, 1), 2 * visible.window_left + visible.is_chunked, dtype=torch.int64, device="cpu")
 
 
-def masks_made(module: nn.Module) -> set[Visible]:
+def probed_masks(module: nn.Module) -> set[Visible]:
     """Return all masks that were made in the probe of a module."""
     configs = (getattr(part, "config", None) for part in module.modules())
-    return {visible for config in configs for visible in getattr(config, _MADE, ())}
+    return {visible for config in configs for visible in getattr(config, _MASKS, ())}
 
 
 def visible_of(mask: Tensor | None) -> Visible | None:
@@ -73,22 +73,22 @@ def _visible(mask_function: MaskFunction, longest: int) -> Visible:
     """Return what a mask function lets queries of all positions below `longest` see."""
     zero = torch.zeros((), dtype=torch.int64)
 
-    def seen(queries: Tensor, keys: Tensor) -> Tensor:
+    def sees(queries: Tensor, keys: Tensor) -> Tensor:
         return mask_function(zero, zero, queries, keys).expand(torch.broadcast_shapes(queries.shape, keys.shape))
 
     try:
-        sees_first = seen(torch.arange(longest), zero)
+        sees_first = sees(torch.arange(longest), zero)
         hidden = sees_first.logical_not().nonzero()
         size = int(hidden[0]) if len(hidden) else 0  # the first position that does not see the first
         positions = _compared(size, longest)
-        found = seen(positions[:, None], positions)
+        actual = sees(positions[:, None], positions)
     except (IndexError, RuntimeError) as error:  # it reads tensors of the module's inputs
         raise UnsupportedModelError(f"attention masks tokens by more than their positions: {error}") from error
     for visible in (Visible(size - 1), Visible(size - 1, is_chunked=True)) if size else (Visible(),):
         expected = visible.mask(positions[:, None], positions)
-        if torch.equal(found, expected):
+        if torch.equal(actual, expected):
             return visible
-    query, key = (int(positions[at]) for at in (found != expected).nonzero()[0])
+    query, key = (int(positions[at]) for at in (actual != expected).nonzero()[0])
     verb = "does not see" if expected[positions == query, positions == key] else "sees"
     known = f"a window or chunks of {size} tokens" if size else "causal order"
     raise UnsupportedModelError(
@@ -100,8 +100,8 @@ def _visible(mask_function: MaskFunction, longest: int) -> Visible:
 def _compared(size: int, longest: int) -> Tensor:
     """Return positions below `longest`: the first and last, some between them, and those around borders of windows."""
     some = [*range(_DENSE), longest - 1, *(longest * part // _SAMPLED for part in range(_SAMPLED))]
-    near = {place + times * size + step for place in some for times in (-1, 0, 1, 2) for step in (-1, 0, 1)}
-    return torch.tensor(sorted(place for place in near if 0 <= place < longest))
+    near = {position + times * size + step for position in some for times in (-1, 0, 1, 2) for step in (-1, 0, 1)}
+    return torch.tensor(sorted(position for position in near if 0 <= position < longest))
 
 
 class WithoutWeights(TorchDispatchMode):
@@ -113,14 +113,14 @@ class WithoutWeights(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one operator: on the meta device if any input has no values."""
-        given, device = (args, kwargs or {}), "cpu"
-        tensors = tensors_of(given)
+        inputs, device = (args, kwargs or {}), "cpu"
+        tensors = tensors_of(inputs)
         if any(tensor.is_meta or _address(tensor) in self._overwritten for tensor in tensors):
             if func._schema.is_mutable:
                 self._overwritten |= {_address(tensor): tensor for tensor in tensors[:1] if not tensor.is_meta}
-            given = mapped(lambda leaf: leaf.to("meta") if isinstance(leaf, Tensor) else leaf, given)
+            inputs = mapped(lambda leaf: leaf.to("meta") if isinstance(leaf, Tensor) else leaf, inputs)
             device = "meta"
-        args, kwargs = given
+        args, kwargs = inputs
         if kwargs.get("device") is not None:
             kwargs = kwargs | {"device": torch.device(device)}
         return func(*args, **kwargs)

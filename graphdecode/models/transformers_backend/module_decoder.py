@@ -19,7 +19,7 @@ from graphdecode.linear.experts import ExpertForm
 from graphdecode.linear.lora import AdapterSpan
 from graphdecode.linear.weight_form import WeightForm
 from graphdecode.models.adapters import AdapterSlots
-from graphdecode.models.blocks import each_once
+from graphdecode.models.blocks import unique_tensors
 from graphdecode.models.config import ModelShape, UnsupportedModelError
 from graphdecode.models.decoder import attend_chunks, attend_step, tokens_of
 from graphdecode.models.forward_context import Attend, Tokens, append_tokens
@@ -29,7 +29,7 @@ from graphdecode.models.transformers_backend.states import ModuleStates, inputs_
 
 NAME = "graphdecode"  # of the function, in transformers' registry
 PROBE = f"{NAME}_probe"  # likewise, of the same function while a module is probed
-_PLACE = "graphdecode_attention"  # the attribute of an attention module that holds the function
+_ATTENTION = "graphdecode_attention"  # the attribute of an attention module that holds the function
 _MOST_TOKENS = 32  # of a prompt in a pass of a module with recurrent states: its mixers run once for each
 _POSITIONS = ("position_ids", "position_embeddings", "cache_position")  # queries and keys are rotated already
 
@@ -47,11 +47,11 @@ class AdoptedConfig(ModelShape):
     def check_heads(self, shape: "AttentionShape") -> None:
         """Refuse a layer whose attention does not fit the cache; values of fewer channels than keys are padded."""
         heads, kv_heads, q_dim, k_dim, v_dim = shape
-        dim, own = self.head_dim, (self.num_attention_heads, self.num_key_value_heads)
-        if (heads, kv_heads) != own or (q_dim, k_dim) != (dim, dim) or v_dim > dim:
+        dim, sizes = self.head_dim, (self.num_attention_heads, self.num_key_value_heads)
+        if (heads, kv_heads) != sizes or (q_dim, k_dim) != (dim, dim) or v_dim > dim:
             raise UnsupportedModelError(
                 f"a layer of {self.architecture} has {heads} query and {kv_heads} key heads, of {q_dim}, {k_dim} "
-                f"(keys) and {v_dim} (values) channels; the cache has {own[0]} and {own[1]} heads of {dim} channels"
+                f"(keys) and {v_dim} (values) channels; the cache has {sizes[0]} and {sizes[1]} heads of {dim} channels"
             )
 
 
@@ -88,7 +88,7 @@ def set_attention(model: nn.Module, attend: Attending) -> None:
     """Set the function that computes the attention of a model's modules."""
     for module in model.modules():
         if hasattr(module, "layer_idx"):
-            setattr(module, _PLACE, attend)
+            setattr(module, _ATTENTION, attend)
 
 
 def forget_padding(model: nn.Module) -> None:
@@ -136,9 +136,9 @@ def _attention(
     visible = visible_of(attention_mask)
     tensors = [name for name, value in others.items() if isinstance(value, Tensor) and name not in _POSITIONS]
     if visible is None or is_causal is False or tensors:
-        asked = ", ".join(["a mask of its own"] * (visible is None) + tensors) or "no causal order"
-        raise UnsupportedModelError(f"{type(module).__name__} asks attention for {asked}, which this runtime has not")
-    attend: Attending | None = getattr(module, _PLACE, None)
+        needs = ", ".join(["a mask of its own"] * (visible is None) + tensors) or "no causal order"
+        raise UnsupportedModelError(f"{type(module).__name__} asks attention for {needs}, which this runtime has not")
+    attend: Attending | None = getattr(module, _ATTENTION, None)
     if attend is None:
         raise UnsupportedModelError(f"{type(module).__name__} asks for attention, but does not say for which layer")
     q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
@@ -176,7 +176,7 @@ class ModuleDecoder(Model):
         self.adapters = adapters
         self._forms, self._spans = forms, spans
         self.cache_scales = [(1.0, 1.0)] * config.num_hidden_layers
-        first = self._plain_tensors()[0]
+        first = self._module_tensors()[0]
         self.dtype, self.device = first.dtype, first.device
         # no channels are rotated here: the module has rotated queries and keys
         self._angles = torch.empty((config.max_position_embeddings, 2, 0), device=self.device)
@@ -186,14 +186,14 @@ class ModuleDecoder(Model):
             self._states, self.most_prompt_tokens = ModuleStates(module, config.mixers, self.dtype), _MOST_TOKENS
         set_attention(module, self.attend)
 
-    def _plain_tensors(self) -> list[Tensor]:
+    def _module_tensors(self) -> list[Tensor]:
         return [*(parameter.data for parameter in self.module.parameters()), *self.module.buffers()]
 
     @property
     def constants(self) -> list[Tensor]:
         """Every tensor that a step only reads, each once."""
         of_forms = [tensor for _, form in self._forms for tensor in form.tensors]
-        return each_once([*self._plain_tensors(), *of_forms, self._angles])
+        return unique_tensors([*self._module_tensors(), *of_forms, self._angles])
 
     def products(self) -> Iterator[tuple[str, WeightForm | ExpertForm]]:
         """Yield the products of a step, each with its name within a layer."""
@@ -242,8 +242,8 @@ class ModuleDecoder(Model):
     @property
     def _body(self) -> Any:
         module: Any = self.module
-        found = module.get_decoder()  # of ModernBertDecoder the output layer, which has this name there
-        return found if hasattr(found, "get_input_embeddings") else module.base_model
+        decoder = module.get_decoder()  # of ModernBertDecoder the output layer, which has this name there
+        return decoder if hasattr(decoder, "get_input_embeddings") else module.base_model
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
         """Append a layer's keys and values, and return the attention of its queries; called by the module."""
@@ -262,16 +262,16 @@ class ModuleDecoder(Model):
         self._pass.attend(attended, queries, cache, options)
         return attended[..., :v_dim]
 
-    def _run(self, module: Any, given: _Pass) -> Any:
+    def _run(self, module: Any, step: _Pass) -> Any:
         """Return a module's output for the tokens of a pass, as one row."""
-        span = given.tokens.adapter_span(0)
+        span = step.tokens.adapter_span(0)
         self._spans[:] = [] if span is None else [span]
         # padding may have any values
-        ids = given.tokens.ids.clamp(0, self.config.vocab_size - 1)
-        positions = given.tokens.positions.clamp(0, self.config.max_position_embeddings - 1).long()
-        self._pass = given
+        ids = step.tokens.ids.clamp(0, self.config.vocab_size - 1)
+        positions = step.tokens.positions.clamp(0, self.config.max_position_embeddings - 1).long()
+        self._pass = step
         if self._states is not None:
-            self._states.begin(given.tokens, given.caches)
+            self._states.begin(step.tokens, step.caches)
         try:
             return module(**inputs_of(module, ids, positions, self._states))
         finally:

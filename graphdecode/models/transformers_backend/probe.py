@@ -14,18 +14,18 @@ from graphdecode.cache import Recurrent
 from graphdecode.models.config import DTYPES
 from graphdecode.models.fields import UnsupportedModelError, count
 from graphdecode.models.transformers_backend.form_linear import takes_adapters, weight_of
-from graphdecode.models.transformers_backend.masks import Visible, WithoutWeights, masks_made
+from graphdecode.models.transformers_backend.masks import Visible, WithoutWeights, probed_masks
 from graphdecode.models.transformers_backend.module_decoder import (
     AdoptedConfig,
     AttentionShape,
     forget_padding,
     set_attention,
 )
-from graphdecode.models.transformers_backend.states import Shape, StateProbe, inputs_of, place_in
+from graphdecode.models.transformers_backend.states import Shape, StateProbe, inputs_of, location_in
 
 # types of layers without other states than keys and values
-_PLAIN_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
-_ATTENDING = _PLAIN_LAYERS | {"attention", "hybrid", "hybrid_sliding", ""}  # the same in models with states
+_STATELESS_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
+_ATTENDING = _STATELESS_LAYERS | {"attention", "hybrid", "hybrid_sliding", ""}  # the same in models with states
 _LAYERS_WITHOUT_STATE = {"mlp", "moe"}
 
 
@@ -35,8 +35,8 @@ def probed_config(module: Any, text: Any) -> AdoptedConfig:
     Raises:
         UnsupportedModelError: the module cannot run over a paged cache.
     """
-    keeps_states = module._is_stateful or set(getattr(text, "layer_types", None) or ()) - _PLAIN_LAYERS
-    states = StateProbe(module) if keeps_states else None
+    is_stateful = module._is_stateful or set(getattr(text, "layer_types", None) or ()) - _STATELESS_LAYERS
+    states = StateProbe(module) if is_stateful else None
     if states is None:
         _check_positions(module)
     attended, is_complete = _attention_of(module, states)
@@ -68,13 +68,13 @@ def _check_states(module: Any, text: Any, attended: Collection[int], states: Sta
         holders = (part for part in module.modules() if any(isinstance(value, Tensor) for value in vars(part).values()))
         holder = type(next(holders, module.base_model))
         file, line = inspect.getsourcefile(holder), inspect.getsourcelines(holder)[1]
-        where = f"{Path(file or '').name}:{line}: {holder.__name__}"
+        location = f"{Path(file or '').name}:{line}: {holder.__name__}"
         layers = ", ".join(f"{index} ({kind})" if kind else str(index) for index, kind in odd.items()) or "any number"
-        raise UnsupportedModelError(f"{_stateful(text)}: {where} does not keep that of layers {layers} in its cache")
+        raise UnsupportedModelError(f"{_stateful(text)}: {location} does not keep that of layers {layers} in its cache")
 
 
 def _stateful(text: Any) -> str:
-    other = sorted(set(getattr(text, "layer_types", None) or ()) - _PLAIN_LAYERS)
+    other = sorted(set(getattr(text, "layer_types", None) or ()) - _STATELESS_LAYERS)
     kinds = f", in layers of {', '.join(other)}" if other else ""
     return f"{architecture_of(text)} keeps another state than keys and values by position{kinds}"
 
@@ -116,11 +116,11 @@ def _attention_of(module: Any, states: StateProbe | None) -> tuple[dict[int, _At
     except UnsupportedModelError as error:
         raise UnsupportedModelError(f"{name}: {error}") from error
     except Exception as error:  # see `load`
-        if states is None and masks_made(module) == {Visible()}:  # then it is that of all layers
+        if states is None and probed_masks(module) == {Visible()}:  # then it is that of all layers
             return attended, False
-        why = f"cannot be run here: {place_in(error)}{error_line(error)}"
+        reason = f"cannot be run here: {location_in(error)}{error_line(error)}"
         raise UnsupportedModelError(
-            f"{name} {why}" if states is None else f"{_stateful(module.config)}, which {why}"
+            f"{name} {reason}" if states is None else f"{_stateful(module.config)}, which {reason}"
         ) from error
     return attended, True
 

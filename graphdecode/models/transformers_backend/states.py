@@ -25,12 +25,12 @@ Shape = tuple[int, ...]
 def inputs_of(module: nn.Module, ids: Tensor, positions: Tensor, cache: "PassCache | None") -> dict[str, Any]:
     """Return the arguments of a causal decoder for ids and positions [t], as one row; None: it has no states."""
     names = inspect.signature(module.forward).parameters
-    given: dict[str, Any] = {"input_ids": ids[None], "use_cache": cache is not None}
+    inputs: dict[str, Any] = {"input_ids": ids[None], "use_cache": cache is not None}
     if cache is None or "position_ids" in names:
-        given["position_ids"] = positions[None]
+        inputs["position_ids"] = positions[None]
     if cache is not None:
-        given["cache_params" if "cache_params" in names else "past_key_values"] = cache
-    return given
+        inputs["cache_params" if "cache_params" in names else "past_key_values"] = cache
+    return inputs
 
 
 class PassCache:
@@ -46,8 +46,8 @@ class PassCache:
 
     def attending(self, layer: int) -> int:
         """Return the layer that attends now, given its module's number, which is wrong if layers share a module."""
-        found, self._layer = layer if self._layer is None else self._layer, None
-        return found
+        current, self._layer = layer if self._layer is None else self._layer, None
+        return current
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Return 0: positions are given."""
@@ -99,15 +99,15 @@ class StateProbe(PassCache):
     ) -> Tensor:
         """Return inputs of a convolution [1, channels, tokens] after zeros."""
         width = conv_kernel_size or states.shape[-1]
-        self._found(layer_idx, f"conv_{state_idx}", (*states.shape[1:-1], width))
+        self._record(layer_idx, f"conv_{state_idx}", (*states.shape[1:-1], width))
         return nn.functional.pad(states, (width - states.shape[-1], 0))
 
     def update_recurrent_state(self, states: Tensor, layer_idx: int, state_idx: int = 0, **_: Any) -> Tensor:
         """Return the states."""
-        self._found(layer_idx, f"recurrent_{state_idx}", tuple(states.shape[1:]))
+        self._record(layer_idx, f"recurrent_{state_idx}", tuple(states.shape[1:]))
         return states
 
-    def _found(self, layer: int, name: str, shape: Shape) -> None:
+    def _record(self, layer: int, name: str, shape: Shape) -> None:
         self.mixers.add(self._running[-1])
         self.shapes.setdefault(layer, {})[name] = shape
 
@@ -136,8 +136,8 @@ class ModuleStates(PassCache):
 
     def _run(self, forward: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
         """Run a mixer over the tokens of the pass, [1, t, ...] in its arguments and results, step by step."""
-        given = [value for value in (*args, *keywords.values()) if isinstance(value, Tensor)]
-        count, results = given[0].shape[1], []
+        tensors = [value for value in (*args, *keywords.values()) if isinstance(value, Tensor)]
+        count, results = tensors[0].shape[1], []
         for step in self._steps:
             self._step = step
             rows = partial(_rows, count=count, at=step.at)
@@ -187,9 +187,9 @@ class ModuleStates(PassCache):
 
     def update_conv_state(self, states: Tensor, layer_idx: int, state_idx: int = 0, **_: Any) -> Tensor:
         """Return the last inputs, followed by new ones [n, channels, 1], and keep the last of these."""
-        known = self.get_conv_state(layer_idx, state_idx)
-        joined = torch.cat((known, states), dim=-1)
-        known.copy_(joined[..., -known.shape[-1] :])
+        previous = self.get_conv_state(layer_idx, state_idx)
+        joined = torch.cat((previous, states), dim=-1)
+        previous.copy_(joined[..., -previous.shape[-1] :])
         return joined
 
     def update_recurrent_state(self, states: Tensor, layer_idx: int, state_idx: int = 0, **_: Any) -> Tensor:
@@ -205,12 +205,12 @@ def _rows(value: Any, count: int, at: slice) -> Any:
     return value[0, at][:, None] if is_tokens else value
 
 
-def place_in(error: BaseException) -> str:
+def location_in(error: BaseException) -> str:
     """Return file and line of transformers in an error's traceback."""
-    place, trace = "", error.__traceback__
+    location, trace = "", error.__traceback__
     while trace is not None:
         file = Path(trace.tb_frame.f_code.co_filename)
         if "transformers" in file.parts[:-1] or file.name.startswith("modeling_"):
-            place = f"{file.name}:{trace.tb_lineno}: "
+            location = f"{file.name}:{trace.tb_lineno}: "
         trace = trace.tb_next
-    return place
+    return location
