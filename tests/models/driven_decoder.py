@@ -21,8 +21,8 @@ from graphdecode.models import Chunks, DecodeInputs, Decoder
 PAGE_SIZE = 8
 
 
-def assert_same_bits(given: list[Tensor], expected: list[Tensor]) -> None:
-    for one, other in zip(given, expected, strict=True):
+def assert_same_bits(actual: list[Tensor], expected: list[Tensor]) -> None:
+    for one, other in zip(actual, expected, strict=True):
         assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 
 
@@ -42,12 +42,12 @@ class DrivenDecoder:
         pages_per_row = -(-max_length // PAGE_SIZE)
         self.null_page = rows * pages_per_row
         self.caches: list[LayerState] = []
-        for kept, keys in zip(config.recurrent or [None] * model.num_layers, config.kept_keys, strict=True):
-            kept = Recurrent(()) if keys is None and kept is None else kept
-            held = keys or Keys(1, 1)  # in place of none, which are not made
-            shape = (self.null_page + 1, PAGE_SIZE, held.heads, held.head_dim)
-            pages = partial(LayerCache.zeros, shape, model.dtype, device, latent_rank=held.latent_rank)
-            self.caches.append(layer_state(kept, pages, rows, device))
+        for state, keys in zip(config.recurrent or [None] * model.num_layers, config.kept_keys, strict=True):
+            state = Recurrent(()) if keys is None and state is None else state
+            sizes_of_keys = keys or Keys(1, 1)  # in place of none, which are not made
+            shape = (self.null_page + 1, PAGE_SIZE, sizes_of_keys.heads, sizes_of_keys.head_dim)
+            pages = partial(LayerCache.zeros, shape, model.dtype, device, latent_rank=sizes_of_keys.latent_rank)
+            self.caches.append(layer_state(state, pages, rows, device))
             for tensor in self.caches[-1]:
                 tensor.fill_(math.nan)
         self.attention = PagedDecodeAttention(
@@ -108,7 +108,7 @@ class DrivenDecoder:
         hostile = [2**31 - 1] * padding
         return Chunks(
             torch.tensor([token for text in texts.values() for token in text] + hostile, device=device),
-            int32([place for place, row in enumerate(texts) for _ in range(lengths[row])] + hostile),
+            int32([index for index, row in enumerate(texts) for _ in range(lengths[row])] + hostile),
             int32([starts[row] + i for row in texts for i in range(lengths[row])] + hostile),
             int32([sum(lengths.values())]),
             cumulative(list(lengths.values())),

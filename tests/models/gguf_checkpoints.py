@@ -198,9 +198,9 @@ def write(model: Any, name: str, path: Path, edit: Callable[[gguf.GGUFWriter], N
     layers = len(config.layers_block_type) if kind == "NemotronH" else config.num_hidden_layers
     number = next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == architecture)
     names = gguf.get_tensor_name_map(number, layers)
-    for own_name, tensor in (_recurrent_tensors if name in RECURRENT else _tensors)(model, kind):
-        theirs = names.get_name(own_name, try_suffixes=(".weight", ".bias", ".scale"))
-        writer.add_tensor(theirs or own_name, np.ascontiguousarray(tensor.numpy()))
+    for name_here, tensor in (_recurrent_tensors if name in RECURRENT else _tensors)(model, kind):
+        theirs = names.get_name(name_here, try_suffixes=(".weight", ".bias", ".scale"))
+        writer.add_tensor(theirs or name_here, np.ascontiguousarray(tensor.numpy()))
     finish(writer)
     return path
 
@@ -299,8 +299,8 @@ def _write_own(writer: gguf.GGUFWriter, config: Any, kind: str) -> None:
         if config.enable_moe_block:
             writer.add_expert_used_count(config.top_k_experts)
         if config.use_double_wide_mlp:
-            own = config.num_hidden_layers - config.num_kv_shared_layers
-            widths = [config.intermediate_size * (1 + (layer >= own)) for layer in range(config.num_hidden_layers)]
+            first = config.num_hidden_layers - config.num_kv_shared_layers
+            widths = [config.intermediate_size * (1 + (layer >= first)) for layer in range(config.num_hidden_layers)]
             writer.add_feed_forward_length(widths)
         if heads is not None:
             writer.add_head_count_kv([config.num_key_value_heads if each else heads for each in windowed])
@@ -346,16 +346,16 @@ def _tensors(model: Any, kind: str) -> Iterator[tuple[str, Tensor]]:
     for name, tensor in model.state_dict().items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
-        for own_name, own in _split(config, name, tensor, kind):
-            converted = own
-            if kind in _NEIGHBOURS and own_name.rpartition(".")[0].endswith(("q_proj", "k_proj")):
-                heads = config.num_attention_heads if "q_proj" in own_name else config.num_key_value_heads
-                converted = own.view(heads, 2, -1, *own.shape[1:]).transpose(1, 2).reshape(own.shape)
-            if kind in ("Gemma2", "Gemma3") and own_name.endswith("norm.weight"):
-                converted = own + 1
-            if own_name.endswith("shared_expert_gate.weight"):
-                converted = own[0]
-            yield own_name, converted
+        for part_name, part in _split(config, name, tensor, kind):
+            converted = part
+            if kind in _NEIGHBOURS and part_name.rpartition(".")[0].endswith(("q_proj", "k_proj")):
+                heads = config.num_attention_heads if "q_proj" in part_name else config.num_key_value_heads
+                converted = part.view(heads, 2, -1, *part.shape[1:]).transpose(1, 2).reshape(part.shape)
+            if kind in ("Gemma2", "Gemma3") and part_name.endswith("norm.weight"):
+                converted = part + 1
+            if part_name.endswith("shared_expert_gate.weight"):
+                converted = part[0]
+            yield part_name, converted
     parameters = config.rope_parameters
     if kind == "Gemma4":
         pairs = _full_sizes(config)[0] // 2
@@ -371,7 +371,7 @@ def _tensors(model: Any, kind: str) -> Iterator[tuple[str, Tensor]]:
 
 def _split(config: Any, name: str, tensor: Tensor, kind: str) -> Iterator[tuple[str, Tensor]]:
     """Yield a tensor as the ones that a file has: products of experts, outputs first; latent keys and values."""
-    place, _, last = name.rpartition(".")
+    module, _, last = name.rpartition(".")
     if name.endswith("kv_b_proj.weight"):
         heads = tensor.unflatten(0, (config.num_attention_heads, -1))
         keys, values = heads.split((config.qk_nope_head_dim, config.v_head_dim), dim=1)
@@ -379,16 +379,16 @@ def _split(config: Any, name: str, tensor: Tensor, kind: str) -> Iterator[tuple[
         yield name.replace("kv_b_proj", "v_b_proj"), values
         return
     if last == "e_score_correction_bias":
-        yield f"{place}.e_score_correction.bias", tensor
+        yield f"{module}.e_score_correction.bias", tensor
         return
     if kind == "Gemma4" and last in ("scale", "per_expert_scale"):
-        layer = place.rpartition(".router")[0]
+        layer = module.rpartition(".router")[0]
         yield (f"{layer}.router.proj.scale" if last == "scale" else f"{layer}.experts.down_proj.scale"), tensor
         return
-    if last in ("sinks", "layer_scalar") or (kind == "Gemma4" and place.endswith("experts")):
+    if last in ("sinks", "layer_scalar") or (kind == "Gemma4" and module.endswith("experts")):
         yield f"{name}.weight", tensor
         return
-    if "experts" not in place or last in ("weight", "bias"):
+    if "experts" not in module or last in ("weight", "bias"):
         yield name, tensor
         return
     product, _, bias = last.partition("_proj")
@@ -398,10 +398,10 @@ def _split(config: Any, name: str, tensor: Tensor, kind: str) -> Iterator[tuple[
         tensor = tensor.transpose(1, 2)
     if product == "gate_up":  # gpt-oss deals gate and up out in turn
         gate, up = (tensor[:, 0::2], tensor[:, 1::2]) if kind == "GptOss" else tensor.chunk(2, dim=1)
-        yield f"{place}.gate_proj.{ending}", gate
-        yield f"{place}.up_proj.{ending}", up
+        yield f"{module}.gate_proj.{ending}", gate
+        yield f"{module}.up_proj.{ending}", up
     else:
-        yield f"{place}.down_proj.{ending}", tensor
+        yield f"{module}.down_proj.{ending}", tensor
 
 
 def _write_recurrent(writer: gguf.GGUFWriter, config: Any, kind: str) -> None:
@@ -488,15 +488,15 @@ def _write_states(writer: gguf.GGUFWriter, config: Any, kind: str) -> None:
 def _recurrent_tensors(model: Any, kind: str) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors by the names of transformers, converted."""
     config = model.config
-    for name, held in model.state_dict().items():
-        tensor = tiled(config, name, held) if kind == "Qwen3_5" else held
-        place, _, last = name.rpartition(".")
+    for name, stored in model.state_dict().items():
+        tensor = tiled(config, name, stored) if kind == "Qwen3_5" else stored
+        module, _, last = name.rpartition(".")
         if name == "lm_head.weight" and config.tie_word_embeddings and kind != "NemotronH":
             continue
         if kind == "NemotronH":
-            place, name = place.replace("model.", "backbone.", 1), name.replace("model.", "backbone.", 1)
+            module, name = module.replace("model.", "backbone.", 1), name.replace("model.", "backbone.", 1)
         if last == "dt_bias":
-            yield f"{place}.dt_proj.bias" if kind != "NemotronH" else f"{place}.dt.bias", tensor
+            yield f"{module}.dt_proj.bias" if kind != "NemotronH" else f"{module}.dt.bias", tensor
         elif last == "A_log":
             yield name, -torch.exp(tensor) if kind in ("Qwen3_5", "Qwen3Next") else -torch.exp(tensor)[:, None]
         elif last == "D":
@@ -507,19 +507,19 @@ def _recurrent_tensors(model: Any, kind: str) -> Iterator[tuple[str, Tensor]]:
             groups = config.mamba_n_groups if hasattr(config, "mamba_n_groups") else config.n_groups
             yield name, tensor.view(groups, -1)
         elif name.endswith("shared_mlp.input_linear.weight"):
-            layer = place.rpartition(".shared_mlp")[0]
+            layer = module.rpartition(".shared_mlp")[0]
             for half, part in zip(tensor.chunk(2), ("gate", "up"), strict=True):
                 yield f"{layer}.mlp.{part}_proj.weight", half
         elif name.endswith("shared_mlp.output_linear.weight"):
-            yield f"{place.rpartition('.shared_mlp')[0]}.mlp.down_proj.weight", tensor
-        elif kind in ("GraniteMoeHybrid", "Bamba") and place.endswith(("q_proj", "k_proj")):
-            heads = config.num_attention_heads if "q_proj" in place else config.num_key_value_heads
+            yield f"{module.rpartition('.shared_mlp')[0]}.mlp.down_proj.weight", tensor
+        elif kind in ("GraniteMoeHybrid", "Bamba") and module.endswith(("q_proj", "k_proj")):
+            heads = config.num_attention_heads if "q_proj" in module else config.num_key_value_heads
             yield name, tensor.view(heads, 2, -1, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
         elif kind == "Qwen3Next" and "in_proj_qkvz" in name:
-            yield from _by_use(config, place, tensor)
-        elif kind == "Qwen3Next" and ("experts" in place or "shared_expert_gate" in name):
-            for own_name, own in _split(config, name, tensor, kind):
-                yield own_name, own[0] if "shared_expert_gate" in name else own
+            yield from _by_use(config, module, tensor)
+        elif kind == "Qwen3Next" and ("experts" in module or "shared_expert_gate" in name):
+            for part_name, part in _split(config, name, tensor, kind):
+                yield part_name, part[0] if "shared_expert_gate" in name else part
         elif (
             kind in ("Qwen3_5", "Qwen3Next")
             and name.endswith("norm.weight")
@@ -532,12 +532,12 @@ def _recurrent_tensors(model: Any, kind: str) -> Iterator[tuple[str, Tensor]]:
             yield name, tensor
 
 
-def _by_use(config: Any, place: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+def _by_use(config: Any, module: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
     """Yield Qwen3-Next's queries, keys and values of all heads, and their gates."""
     values = config.linear_value_head_dim * config.linear_num_value_heads // config.linear_num_key_heads
     heads = tensor.unflatten(0, (config.linear_num_key_heads, -1))
     *qkv, gates = heads.split((config.linear_key_head_dim, config.linear_key_head_dim, values, values), 1)
-    layer = place.rpartition(".")[0]
+    layer = module.rpartition(".")[0]
     yield f"{layer}.in_proj_qkv.weight", torch.cat([part.flatten(0, 1) for part in qkv])
     yield f"{layer}.in_proj_z.weight", gates.flatten(0, 1)
 
@@ -550,10 +550,10 @@ def tiled(config: Any, name: str, tensor: Tensor) -> Tensor:
     keys = 2 * config.linear_num_key_heads * config.linear_key_head_dim
     before = keys if "in_proj_qkv" in name or "conv1d" in name else 0
     axis = 1 if "out_proj" in name else 0
-    known, values = tensor.split((before, tensor.shape[axis] - before), axis)
+    keys_part, values = tensor.split((before, tensor.shape[axis] - before), axis)
     shape = (config.linear_num_key_heads, -1, values.shape[axis] // config.linear_num_value_heads)
     tiled = values.unflatten(axis, shape).transpose(axis, axis + 1).flatten(axis, axis + 2)
-    return torch.cat((known, tiled), axis)
+    return torch.cat((keys_part, tiled), axis)
 
 
 def _multiplied(config: Any, name: str, tensor: Tensor) -> Tensor:

@@ -28,6 +28,6 @@ def assert_prompt_logprobs(llm: LLM, model: Any, prompt: list[int], **options: A
     """Check the log-probabilities of a prompt's tokens against transformers' model."""
     params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
     (output,) = llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False, **options)
-    given = [entry[token].logprob for entry, token in zip(output.prompt_logprobs[1:], prompt[1:], strict=True)]
+    actual = [entry[token].logprob for entry, token in zip(output.prompt_logprobs[1:], prompt[1:], strict=True)]
     expected = model(torch.tensor([prompt])).logits[0, :-1].log_softmax(-1)[range(len(prompt) - 1), prompt[1:]]
-    torch.testing.assert_close(torch.tensor(given), expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(torch.tensor(actual), expected, rtol=1e-4, atol=1e-4)

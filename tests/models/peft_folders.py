@@ -22,22 +22,22 @@ HALVES = {"gate_proj": 0, "w1": 0, "up_proj": 1, "w3": 1}  # products of an expe
 
 def products_of(model: nn.Module) -> dict[str, list[str]]:
     """Return the names of matrices, and of stacks of them, by their names without numbers."""
-    found: dict[str, list[str]] = {}
+    products: dict[str, list[str]] = {}
     for name, weight in model.named_parameters():
         if weight.dim() > 1 and not re.search(NO_PRODUCT, name):
-            found.setdefault(re.sub(r"\.\d+\.", ".N.", name), []).append(name)
-    if "lm_head.weight" not in found:  # tied
-        found["lm_head.weight"] = ["lm_head.weight"]
-    return found
+            products.setdefault(re.sub(r"\.\d+\.", ".N.", name), []).append(name)
+    if "lm_head.weight" not in products:  # tied
+        products["lm_head.weight"] = ["lm_head.weight"]
+    return products
 
 
 def layers_products_of(model: nn.Module) -> dict[str, list[str]]:
     """Return the weights of linear layers within layers, by their names without numbers."""
-    found: dict[str, list[str]] = {}
+    products: dict[str, list[str]] = {}
     for name, module in model.named_modules():
         if isinstance(module, (nn.Linear, Conv1D)) and re.search(r"\.\d+\.", name):
-            found.setdefault(re.sub(r"\.\d+\.", ".N.", name) + ".weight", []).append(f"{name}.weight")
-    return found
+            products.setdefault(re.sub(r"\.\d+\.", ".N.", name) + ".weight", []).append(f"{name}.weight")
+    return products
 
 
 def linear_weights(model: nn.Module) -> list[str]:
@@ -101,12 +101,12 @@ def save_peft(
         if is_mirrored:
             outputs, inputs = inputs, outputs
         of_module = path if module is None or isinstance(module, (nn.Linear, nn.Embedding, Conv1D)) else name
-        own = _matching(settings.get("rank_pattern", {}), of_module, rank)
+        lora_r = _matching(settings.get("rank_pattern", {}), of_module, rank)
         scale = _matching(settings.get("alpha_pattern", {}), of_module, alpha)
-        scale /= math.sqrt(own) if settings.get("use_rslora") else own
-        a = torch.randn(own * experts, inputs, generator=drawn) * size
-        b = torch.randn(outputs, own * experts, generator=drawn) * size
-        values = scale * torch.einsum("ore,eri->eoi", b.view(outputs, own, experts), a.view(experts, own, inputs))
+        scale /= math.sqrt(lora_r) if settings.get("use_rslora") else lora_r
+        a = torch.randn(lora_r * experts, inputs, generator=drawn) * size
+        b = torch.randn(outputs, lora_r * experts, generator=drawn) * size
+        values = scale * torch.einsum("ore,eri->eoi", b.view(outputs, lora_r, experts), a.view(experts, lora_r, inputs))
         values = values if is_stack else values[0]
         total += values.mT if is_mirrored else values
         if of_module == name:
@@ -116,8 +116,8 @@ def save_peft(
         wrapper = f"base_model.model.{path}{inner}.lora_" + ("embedding_{}" if is_table else "{}.weight")
         tensors |= {wrapper.format("A"): a, wrapper.format("B"): b}
         if path in TABLES:
-            kept = weight.detach().to(torch.bfloat16 if seed % 2 else weight.dtype, copy=True)
-            tensors[f"base_model.model.{path}.base_layer.weight"] = kept
+            saved = weight.detach().to(torch.bfloat16 if seed % 2 else weight.dtype, copy=True)
+            tensors[f"base_model.model.{path}.base_layer.weight"] = saved
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / "adapter_model.safetensors")
     stated = {"peft_type": "LORA", "r": rank, "target_parameters": sorted(set(targets)), "peft_version": "0.21.0"}
@@ -143,13 +143,13 @@ def _matching(patterns: Mapping[str, float], name: str, default: float) -> Any:
 @contextmanager
 def with_added(model: nn.Module, added: dict[str, Tensor]) -> Iterator[nn.Module]:
     """Add to weights meanwhile; those that share their memory are changed each by itself, as with PEFT."""
-    kept = {name: model.get_parameter(name) for name in added}
+    before = {name: model.get_parameter(name) for name in added}
     for name, values in added.items():
         path, _, last = name.rpartition(".")
-        setattr(model.get_submodule(path), last, nn.Parameter(kept[name].detach() + values))
+        setattr(model.get_submodule(path), last, nn.Parameter(before[name].detach() + values))
     try:
         yield model
     finally:
-        for name, weight in kept.items():
+        for name, weight in before.items():
             path, _, last = name.rpartition(".")
             setattr(model.get_submodule(path), last, weight)

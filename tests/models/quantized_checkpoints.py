@@ -171,9 +171,13 @@ def nf4(size: int, *, nested: bool) -> Form:
             quant_map = torch.linspace(-1, 1, 256)
             moved = torch.nn.functional.pad(scales - offset, (0, -len(scales) % each)).view(-1, each)
             absmax = moved.abs().amax(1)
-            found = ((moved / absmax[:, None])[..., None] - quant_map).abs().argmin(-1).flatten()[: len(scales)]
-            scales = quant_map[found].double() * absmax.repeat_interleave(each)[: len(scales)].double() + offset
-            tensors |= {"absmax": found.to(torch.uint8), "nested_absmax": absmax, "nested_quant_map": quant_map.clone()}
+            steps = ((moved / absmax[:, None])[..., None] - quant_map).abs().argmin(-1).flatten()[: len(scales)]
+            scales = quant_map[steps].double() * absmax.repeat_interleave(each)[: len(scales)].double() + offset
+            tensors |= {
+                "absmax": steps.to(torch.uint8),
+                "nested_absmax": absmax,
+                "nested_quant_map": quant_map.clone(),
+            }
         else:
             tensors |= {"absmax": scales}
         codes = ((blocks / scales[:, None])[..., None] - table).abs().argmin(-1)

@@ -45,18 +45,18 @@ def reference(path: Path, tokens: int) -> tuple[list[int], Tensor]:
     return ids, Float64Model(path).log_probabilities(ids)
 
 
-def check(found: dict[str, Distance], mean: float, other_first: float) -> None:
-    assert set(found) == {"prompt", "step_1", "step_8"}
-    for way, distance in found.items():
-        most = mean if way == "prompt" else 1.2 * mean  # of fewer tokens the mean is less certain
-        assert not distance.exceeds(most, max(other_first, 1.0 / distance.tokens)), (way, distance)
+def check(distances_by_pass: dict[str, Distance], mean: float, other_first: float) -> None:
+    assert set(distances_by_pass) == {"prompt", "step_1", "step_8"}
+    for kind, distance in distances_by_pass.items():
+        most = mean if kind == "prompt" else 1.2 * mean  # of fewer tokens the mean is less certain
+        assert not distance.exceeds(most, max(other_first, 1.0 / distance.tokens)), (kind, distance)
 
 
 @pytest.mark.parametrize("name", OF_DEMO)
 def test_the_demo_is_as_near_to_float64_as_it_was(name: str) -> None:
     path = resolve_model_path("demo")
-    ids, wanted = reference(path, DEMO_TOKENS)
-    check(distances(path, SUBJECTS[name], wanted, ids, DEMO_STEPS), *OF_DEMO[name])
+    ids, expected = reference(path, DEMO_TOKENS)
+    check(distances(path, SUBJECTS[name], expected, ids, DEMO_STEPS), *OF_DEMO[name])
 
 
 def smollm2() -> Path:
@@ -70,15 +70,15 @@ def smollm2() -> Path:
 def test_smollm2_is_as_near_to_float64_as_it_was(name: str) -> None:
     if native.library() is None and SUBJECTS[name].quantize == "gguf":
         pytest.skip("what multiplies blocks is compiled")
-    ids, wanted = reference(smollm2(), TOKENS)
-    check(distances(smollm2(), SUBJECTS[name], wanted, ids, STEPS), *OF_SMOLLM2[name])
+    ids, expected = reference(smollm2(), TOKENS)
+    check(distances(smollm2(), SUBJECTS[name], expected, ids, STEPS), *OF_SMOLLM2[name])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OF_A_LONG_TEXT)
 def test_smollm2_is_as_near_over_a_long_text(name: str) -> None:
-    ids, wanted = reference(smollm2(), accuracy.TOKENS)
-    check(distances(smollm2(), SUBJECTS[name], wanted, ids), *OF_A_LONG_TEXT[name])
+    ids, expected = reference(smollm2(), accuracy.TOKENS)
+    check(distances(smollm2(), SUBJECTS[name], expected, ids), *OF_A_LONG_TEXT[name])
 
 
 def demo_logits(ids: list[int], dtype: str) -> Tensor:
@@ -86,30 +86,30 @@ def demo_logits(ids: list[int], dtype: str) -> Tensor:
 
 
 def test_a_planted_rounding_is_found() -> None:
-    ids, wanted = reference(resolve_model_path("demo"), DEMO_TOKENS)
+    ids, expected = reference(resolve_model_path("demo"), DEMO_TOKENS)
     logits = demo_logits(ids, "float32")
-    assert not Distance.of(logits, wanted, ids).exceeds(*OF_DEMO["float32"])
+    assert not Distance.of(logits, expected, ids).exceeds(*OF_DEMO["float32"])
     for dtype, name in ((torch.float16, "float32"), (torch.bfloat16, "float16")):
-        assert Distance.of(logits.to(dtype), wanted, ids).exceeds(*OF_DEMO[name])
+        assert Distance.of(logits.to(dtype), expected, ids).exceeds(*OF_DEMO[name])
 
 
 def test_what_is_no_number_is_found() -> None:
-    ids, wanted = reference(resolve_model_path("demo"), DEMO_TOKENS)
+    ids, expected = reference(resolve_model_path("demo"), DEMO_TOKENS)
     logits = demo_logits(ids, "float32")
     for value in (float("nan"), float("inf")):
         spoilt = logits.clone()
         spoilt[5, 7] = value
         with pytest.raises(ValueError, match="no finite numbers"):
-            Distance.of(spoilt, wanted, ids)
+            Distance.of(spoilt, expected, ids)
     figures = Distance(10, float("nan"), 0.0, 0.0, 0.0, None)
     assert figures.exceeds(1.0, 1.0)
 
 
 def test_another_most_likely_token_is_told_with_its_margin() -> None:
-    ids, wanted = reference(resolve_model_path("demo"), DEMO_TOKENS)
-    logits = wanted.clone()
+    ids, expected = reference(resolve_model_path("demo"), DEMO_TOKENS)
+    logits = expected.clone()
     first, second = logits[3].topk(2).indices
     logits[3, second] = logits[3, first] + 1.0
-    found = Distance.of(logits, wanted, ids)
-    assert found.other_first == pytest.approx(1 / (DEMO_TOKENS - 1))
-    assert found.first_margin == pytest.approx(float(wanted[3, first] - wanted[3, second]))
+    distance = Distance.of(logits, expected, ids)
+    assert distance.other_first == pytest.approx(1 / (DEMO_TOKENS - 1))
+    assert distance.first_margin == pytest.approx(float(expected[3, first] - expected[3, second]))

@@ -35,14 +35,16 @@ def test_each_product_can_be_adapted(checkpoint, tmp_path, name):
     options["adapt_experts"] = has_experts = any("experts" in kind for kind in kinds)
     with LLM(base, config=config, skip_tokenizer_init=True, **options) as llm:
         outputs = llm.generate([PROMPT] * len(kinds), params, use_tqdm=False, lora_request=requests)
-        held = sum(each.down.nbytes + each.up.nbytes for each in llm.model.adapters.products.values())
+        allocated = sum(each.down.nbytes + each.up.nbytes for each in llm.model.adapters.products.values())
         counted = adapter_bytes(llm.model.config, len(kinds), 2, llm.model.dtype, adapt_experts=has_experts)
-    assert held <= counted
+    assert allocated <= counted
     for kind, output in zip(kinds, outputs, strict=True):
         (answer,) = output.outputs
         entries = [*output.prompt_logprobs[1:], *answer.logprobs]
-        found = torch.tensor([next(iter(entry.values())).logprob for entry in entries])
+        actual = torch.tensor([next(iter(entry.values())).logprob for entry in entries])
         with with_added(model, added[kind]):
-            wanted = logprobs_of(model, [*PROMPT, *answer.token_ids])
-        torch.testing.assert_close(found, wanted, rtol=1e-3, atol=2e-3, msg=lambda told, kind=kind: f"{kind}: {told}")
-        assert float((wanted[: len(plain)] - plain).abs().max()) > 0.01, kind  # the adapter matters
+            expected = logprobs_of(model, [*PROMPT, *answer.token_ids])
+        torch.testing.assert_close(
+            actual, expected, rtol=1e-3, atol=2e-3, msg=lambda text, kind=kind: f"{kind}: {text}"
+        )
+        assert float((expected[: len(plain)] - plain).abs().max()) > 0.01, kind  # the adapter matters

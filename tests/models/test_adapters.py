@@ -130,9 +130,9 @@ def gguf_adapter(path: Path, folder: Path, name: str, changes: dict[str, Any] | 
     written |= {"general.type": "adapter", "adapter.type": "lora", "general.architecture": architecture}
     written["adapter.lora.alpha"] = json.loads((folder / "adapter_config.json").read_text())["lora_alpha"] * 1.0
     for tensor_name, tensor in load_file(folder / "adapter_model.safetensors").items():
-        found = re.fullmatch(r"base_model\.model\.(.+)\.lora_(?:embedding_)?([AB])(?:\.weight)?", tensor_name)
-        if found is not None:
-            module, half = found.groups()
+        match = re.fullmatch(r"base_model\.model\.(.+)\.lora_(?:embedding_)?([AB])(?:\.weight)?", tensor_name)
+        if match is not None:
+            module, half = match.groups()
             if kind in ("Llama", "Mixtral") and half == "B" and module.endswith(("q_proj", "k_proj")):
                 tensor = tensor.view(-1, 2, 8, tensor.shape[1]).transpose(1, 2).reshape(tensor.shape)  # heads of 16
             if kind == "Qwen3_5" and (half == "A") == module.endswith("out_proj"):
@@ -167,9 +167,9 @@ def test_any_mixture_has_the_tokens_of_merged_weights(adapted, name):
         stats = llm.engine.adapters.stats
         assert (stats.slots, stats.requests.total()) == (2, 8)
         assert stats.evictions > 0  # four adapters shared two slots
-        held = [*llm.model.adapters.products.values()]
+        products = [*llm.model.adapters.products.values()]
         counted = adapter_bytes(llm.model.config, 2, 8, llm.model.dtype, adapt_experts=of_model.has_experts)
-        assert counted == sum(product.down.nbytes + product.up.nbytes for product in held)
+        assert counted == sum(product.down.nbytes + product.up.nbytes for product in products)
 
 
 @pytest.mark.parametrize("name", ["llama-biases", "qwen3", "gemma3", "phi3", "granite"])
@@ -187,13 +187,13 @@ def test_five_adapters_of_ranks_1_to_64_and_none_share_a_batch(checkpoint, tmp_p
     options = {"config": config, "dtype": "float32", "max_adapters": 5, "max_adapter_rank": 64}
     with LLM(base, skip_tokenizer_init=True, **options) as llm:
         outputs = llm.generate([prompt] * 6, params, use_tqdm=False, lora_request=requests)
-    for own, output in zip(added, outputs, strict=True):
+    for values, output in zip(added, outputs, strict=True):
         tokens = output.outputs[0].token_ids
-        with with_added(model, own), torch.no_grad():
+        with with_added(model, values), torch.no_grad():
             assert tokens == reference_tokens(model, prompt, 6)
-            wanted = model(torch.tensor([prompt + tokens])).logits[0, 4:-1].log_softmax(-1)[range(6), tokens]
-        found = [step[token].logprob for step, token in zip(output.outputs[0].logprobs, tokens, strict=True)]
-        torch.testing.assert_close(torch.tensor(found), wanted, rtol=1e-4, atol=1e-4)
+            expected = model(torch.tensor([prompt + tokens])).logits[0, 4:-1].log_softmax(-1)[range(6), tokens]
+        actual = [step[token].logprob for step, token in zip(output.outputs[0].logprobs, tokens, strict=True)]
+        torch.testing.assert_close(torch.tensor(actual), expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -228,10 +228,10 @@ def test_gguf_adapters_are_those_of_peft_on_either_base(name, tmp_path):
     file = gguf_adapter(tmp_path / "adapter.gguf", tmp_path / "peft", name)
     requests = [LoRARequest("one", 1, tmp_path / "peft"), LoRARequest("two", 2, file)]
     with with_added(model, added):
-        wanted = reference_tokens(model, [3, 4, 5, 6, 7], 8)
+        expected = reference_tokens(model, [3, 4, 5, 6, 7], 8)
     for folder in (tmp_path / "base", base):
         with make(folder) as llm:
-            assert generated(llm, [(request, [3, 4, 5, 6, 7]) for request in requests]) == [wanted] * 2
+            assert generated(llm, [(request, [3, 4, 5, 6, 7]) for request in requests]) == [expected] * 2
 
 
 Q_PROJ = "model.layers.0.self_attn.q_proj"
@@ -274,8 +274,8 @@ def test_a_stack_of_square_weights_is_read_as_its_version_of_peft_wrote_it(tmp_p
     for version in ("0.18.1", "0.21.2"):
         added = save_peft(tmp_path / version, model, square, peft_version=version)
         ((down, up),) = slots.read(tmp_path / version).matrices.values()
-        found = torch.cat([half.mT @ down[:, at] for at, half in enumerate(up.chunk(2, dim=2))], dim=1)
-        torch.testing.assert_close(found, *added.values())
+        actual = torch.cat([half.mT @ down[:, at] for at, half in enumerate(up.chunk(2, dim=2))], dim=1)
+        torch.testing.assert_close(actual, *added.values())
     save_peft(tmp_path / "other", model, square, peft_version="0.19.0")
     with pytest.raises(AdapterError, match="square weights, .*'0.19.0'"):
         slots.read(tmp_path / "other")
@@ -299,14 +299,14 @@ def test_a_gguf_adapter_of_tensors_that_are_joined_is_refused(tmp_path):
 def test_what_adapters_of_heads_add_in_a_pass_is_part_of_the_plan(checkpoint):
     model = load_model(checkpoint("deepseek-v3"), device="cpu", dtype="float32").config
     sizes = {"max_batch_size": 4, "max_prefill_tokens": 60, "max_adapter_rank": 8}
-    taken = [
+    nbytes = [
         paired_adapter_bytes_of(
             EngineConfig.of(None, max_adapters=slots, **sizes), model, torch.float32, torch.device("cpu")
         )
         for slots in (0, 1)
     ]
     rotated, latent = 32, 32
-    assert taken == [0, 64 * 4 * 4 * (rotated + latent + 8)]  # of each token and head: its queries, and the inner sums
+    assert nbytes == [0, 64 * 4 * 4 * (rotated + latent + 8)]  # of each token and head: its queries, and the inner sums
 
 
 @pytest.fixture(scope="module")
@@ -332,19 +332,19 @@ def test_ranks_have_the_tokens_of_merged_weights(adapted, ranks, name):
     for request in of_model.requests[1:]:
         engine.adapters.load(request.lora_name, request.lora_path)
     captured = dict(engine.graphs.graphs)
-    given = {engine.add(Request(ids, GREEDY, adapter=each and each.lora_name)): (each, ids) for each, ids in requests}
-    tokens: dict[int, list[int]] = {number: [] for number in given}
+    by_id = {engine.add(Request(ids, GREEDY, adapter=each and each.lora_name)): (each, ids) for each, ids in requests}
+    tokens: dict[int, list[int]] = {number: [] for number in by_id}
     while engine.has_work:
         for event in engine.step():
             tokens[event.request_id] += event.token_ids
-    for number, (request, prompt) in given.items():
+    for number, (request, prompt) in by_id.items():
         assert tokens[number] == of_model.wanted(request, prompt, 8), request
     assert engine.graphs.graphs == captured
     assert engine.adapters.stats.evictions > 0
-    held = engine.model.adapters.products.values()
+    products = engine.model.adapters.products.values()
     experts = {"adapt_experts": of_model.has_experts}
     counted = adapter_bytes(engine.model.config, 2, 8, engine.model.dtype, **experts)
-    assert counted >= sum(product.down.nbytes + product.up.nbytes for product in held)
+    assert counted >= sum(product.down.nbytes + product.up.nbytes for product in products)
     engine.close()
 
 
@@ -415,9 +415,9 @@ class Lives:
 def lives(
     request: pytest.FixtureRequest, adapted: Callable[[str], Adapted], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Lives]:
-    made = Lives(adapted(request.param), tmp_path_factory.mktemp("lives"))
-    yield made
-    made.llm.close()
+    lives_of_model = Lives(adapted(request.param), tmp_path_factory.mktemp("lives"))
+    yield lives_of_model
+    lives_of_model.llm.close()
 
 
 @pytest.mark.parametrize("lives", ["qwen3"], indirect=True)
@@ -454,15 +454,15 @@ def _tensors(change: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> Callab
 
 
 def _all(value: Callable[[Tensor], Tensor], which: str = "lora_") -> Callable[[Path], None]:
-    return _tensors(lambda found: {n: value(t).contiguous() if which in n else t for n, t in found.items()})
+    return _tensors(lambda tensors: {n: value(t).contiguous() if which in n else t for n, t in tensors.items()})
 
 
 def _named(old: str, new: str) -> Callable[[Path], None]:
-    return _tensors(lambda found: {re.sub(old, new, name): tensor for name, tensor in found.items()})
+    return _tensors(lambda tensors: {re.sub(old, new, name): tensor for name, tensor in tensors.items()})
 
 
 def _beside(name: str, tensor: Tensor) -> Callable[[Path], None]:
-    return _tensors(lambda found: found | {f"base_model.model.model.{name}": tensor})
+    return _tensors(lambda tensors: tensors | {f"base_model.model.model.{name}": tensor})
 
 
 def _cut(folder: Path) -> None:

@@ -108,10 +108,10 @@ REFUSED: dict[str, tuple[PreTrainedConfig, str, str]] = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_no_window_is_gets_refused_by_name(name: str, tmp_path: Path) -> None:
-    config, architecture, why = REFUSED[name]
+    config, architecture, reason = REFUSED[name]
     config.architectures = [architecture]
     config.save_pretrained(tmp_path)
-    with pytest.raises(UnsupportedModelError, match=f"{architecture}.*{why}"):
+    with pytest.raises(UnsupportedModelError, match=f"{architecture}.*{reason}"):
         describe_model(tmp_path, model_impl="transformers")
 
 

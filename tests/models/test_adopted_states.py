@@ -40,9 +40,9 @@ OTHER_ENGINES: dict[str, dict[str, Any]] = {
 
 def prompts() -> list[list[int]]:
     rng = random.Random(7)
-    given = [[rng.randrange(256) for _ in range(length)] for length in (60, 40, 31, 17, 15, 8, 7, 2, 1)]
-    given[1][:16] = given[2][:16]
-    return given
+    texts = [[rng.randrange(256) for _ in range(length)] for length in (60, 40, 31, 17, 15, 8, 7, 2, 1)]
+    texts[1][:16] = texts[2][:16]
+    return texts
 
 
 class Adopted:
@@ -65,8 +65,8 @@ def engine(folder: Path, **changes: Any) -> LLM:
     return LLM(folder, dtype="float32", max_prefill_tokens=7, **sizes | changes)
 
 
-def tokens_of(llm: LLM, given: list[list[int]]) -> list[list[int]]:
-    return greedy_tokens(llm, given, NEW_TOKENS)
+def tokens_of(llm: LLM, texts: list[list[int]]) -> list[list[int]]:
+    return greedy_tokens(llm, texts, NEW_TOKENS)
 
 
 @pytest.mark.parametrize("name", [*QUICK, *OTHERS])
@@ -129,15 +129,15 @@ def test_laws_2_4_and_5_hold_for_a_modules_states(driven: DrivenDecoder) -> None
 
 
 def test_hostile_padding_behind_a_prompt_changes_no_bit(driven: DrivenDecoder) -> None:
-    before, found = driven.states(), []
+    before, results = driven.states(), []
     for padding in (0, 5):
         driven.restore(before)
         chunks = driven.chunks({0: [5, 6, 7], 2: [8]}, {0: 3, 1: 0, 2: 8}, padding)
         passed = driven.model.prefill(chunks, driven.caches)
-        found.append([driven.model.logits(passed, 0, 3), *(state[:3] for state in driven.states())])
-    for one, other in zip(*found, strict=True):
+        results.append([driven.model.logits(passed, 0, 3), *(state[:3] for state in driven.states())])
+    for one, other in zip(*results, strict=True):
         torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
-    assert all(torch.equal(one[1], known[1]) for one, known in zip(found[1][1:], before, strict=True))
+    assert all(torch.equal(one[1], state[1]) for one, state in zip(results[1][1:], before, strict=True))
 
 
 def test_log_probabilities_of_prompts_are_those_of_the_module(adopted: Callable[[str], Adopted]) -> None:
@@ -165,17 +165,17 @@ REFUSED: dict[str, tuple[PreTrainedConfig, str]] = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_keeps_its_state_elsewhere_is_refused_with_file_and_line(tmp_path: Path, name: str) -> None:
-    config, why = REFUSED[name]
+    config, reason = REFUSED[name]
     config.architectures = [name]
     config.save_pretrained(tmp_path)
     with pytest.raises(UnsupportedModelError) as caught:
         describe_model(tmp_path)
-    assert re.search(f"{name} keeps another state than keys and values by position.*{why}", str(caught.value))
+    assert re.search(f"{name} keeps another state than keys and values by position.*{reason}", str(caught.value))
 
 
 def test_states_are_counted_before_any_weight_is_read(adopted: Callable[[str], Adopted]) -> None:
     shape = describe_model(adopted("jamba").folder)
-    assert [kept is None for kept in shape.kept_keys] == [True, False]
+    assert [keys is None for keys in shape.kept_keys] == [True, False]
     (state, _) = shape.recurrent
     assert state is not None
     assert state.nbytes == 4 * 128 * (4 + 8)

@@ -107,22 +107,22 @@ def decoded_logits(folder: Path, device: str, chunk: int, dtype: str = "float32"
 @pytest.mark.parametrize("name", FAMILIES)
 def test_logits_are_those_of_transformers(checkpoint, device, name, chunk):
     expected = expected_logits(checkpoint(name))
-    for length, given, wanted in zip(LENGTHS, decoded_logits(checkpoint(name), device, chunk), expected, strict=True):
-        error = (given - wanted).abs().amax(-1)
+    for length, actual, exact in zip(LENGTHS, decoded_logits(checkpoint(name), device, chunk), expected, strict=True):
+        error = (actual - exact).abs().amax(-1)
         assert error.max() < TOLERANCE, f"prompt of {length}: step {int(error.argmax())} is off by {error.max():.2e}"
-        best, second = wanted.topk(2).values.unbind(-1)
+        best, second = exact.topk(2).values.unbind(-1)
         clear = best - second > 2 * TOLERANCE
-        assert torch.equal(given.argmax(-1)[clear], wanted.argmax(-1)[clear])
+        assert torch.equal(actual.argmax(-1)[clear], exact.argmax(-1)[clear])
 
 
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="needs oneDNN")
 @pytest.mark.parametrize("name", ["llama-biases", "qwen2.5-yarn-tied"])
 def test_packed_weights_give_the_logits_of_transformers(checkpoint, monkeypatch, name):
     monkeypatch.setattr("graphdecode.linear.plain.can_panel", lambda weight: False)
-    for given, wanted in zip(
+    for actual, exact in zip(
         decoded_logits(checkpoint(name), "cpu", 256), expected_logits(checkpoint(name)), strict=True
     ):
-        assert (given - wanted).abs().max() < TOLERANCE
+        assert (actual - exact).abs().max() < TOLERANCE
 
 
 @pytest.mark.parametrize("name", ["llama-3.1", "qwen2-window", "qwen3-tied"])

@@ -62,13 +62,13 @@ def expected(folder: Path, texts: list[list[int]], rounded: Rounded, scales: lis
 
     patch.setattr(modeling_qwen3, "eager_attention_forward", attend_rounded)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
-    found = []
+    logprobs = []
     for text in texts:
         with torch.no_grad():
             shares = model(torch.tensor([text])).logits[0, :-1].log_softmax(-1)
-        found.append(shares.gather(1, torch.tensor(text[1:])[:, None])[:, 0])
+        logprobs.append(shares.gather(1, torch.tensor(text[1:])[:, None])[:, 0])
     patch.undo()
-    return found
+    return logprobs
 
 
 def logarithms(output: RequestOutput) -> Tensor:
@@ -88,11 +88,11 @@ def test_logarithms_are_those_over_rounded_keys_and_values(scaled, monkeypatch, 
     with LLM(scaled, kv_cache_dtype=kind, dtype="float32", **limits) as llm:
         outputs = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
     texts = [output.prompt_token_ids + output.outputs[0].token_ids for output in outputs]
-    given = torch.cat([logarithms(output) for output in outputs])
-    errors = (given - torch.cat(expected(scaled, texts, rounded, scales, monkeypatch))).abs()
+    actual = torch.cat([logarithms(output) for output in outputs])
+    errors = (actual - torch.cat(expected(scaled, texts, rounded, scales, monkeypatch))).abs()
     assert errors.max() < ONE_CODE
     assert errors.median() < 1e-4
     others = NO_SCALES if kind == "fp8" else SCALES  # in fp8: what other scales would give is far away
-    distances = (given - torch.cat(expected(scaled, texts, (in_fp8, in_fp8), others, monkeypatch))).abs()
+    distances = (actual - torch.cat(expected(scaled, texts, (in_fp8, in_fp8), others, monkeypatch))).abs()
     assert distances.max() > 5 * ONE_CODE
     assert distances.median() > 1e-3

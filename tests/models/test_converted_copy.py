@@ -55,14 +55,14 @@ def test_transformers_reads_the_folder_as_the_same_model(tmp_path: Path, name: s
     model = random_model(name)
     file = write(model, name, tmp_path / "model.gguf", with_vocabulary)
     folder = converted_copy(file, tmp_path / "folder")
-    found, told = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+    copied, loading_info = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
     is_glm = name == "glm-4.7-flash"  # whose files are called DeepSeek's, as they compute the same
-    assert type(found) is (DeepseekV3ForCausalLM if is_glm else type(model))
-    assert not told["missing_keys"]
-    assert not told["unexpected_keys"]
+    assert type(copied) is (DeepseekV3ForCausalLM if is_glm else type(model))
+    assert not loading_info["missing_keys"]
+    assert not loading_info["unexpected_keys"]
     tokens = torch.randint(0, 259, (2, 40), generator=torch.Generator().manual_seed(3))
     with torch.no_grad():
-        torch.testing.assert_close(found.eval()(tokens).logits, model(tokens).logits, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(copied.eval()(tokens).logits, model(tokens).logits, rtol=1e-4, atol=1e-4)
     assert answer(folder, dtype="float32") == answer(file, dtype="float32")
 
 
@@ -82,8 +82,8 @@ def test_blocks_are_expanded_into_the_type_that_is_asked_for(tmp_path: Path) -> 
     types = {"attn_q.weight": "Q8_0", "ffn_down.weight": "Q4_0", "token_embd.weight": "Q8_0"}
     plain = quantized_file(tmp_path / "model.gguf", "llama", types)
     copy_file(plain, tmp_path / "whole.gguf", edit=with_vocabulary)
-    for asked, dtype in (("auto", torch.bfloat16), ("float32", torch.float32)):
-        folder = converted_copy(tmp_path / "whole.gguf", tmp_path / asked, dtype=asked)
+    for requested, dtype in (("auto", torch.bfloat16), ("float32", torch.float32)):
+        folder = converted_copy(tmp_path / "whole.gguf", tmp_path / requested, dtype=requested)
         assert {tensor.dtype for tensor in load_file(folder / "model.safetensors").values()} == {dtype}
     expanded = answer(tmp_path / "whole.gguf", quantize="none", dtype="float32")
     assert answer(tmp_path / "float32", dtype="float32") == expanded

@@ -52,24 +52,24 @@ def test_the_bytes_of_a_step_are_those_of_its_products_and_norms(driven: DrivenD
     assert len(latent) == sum(keys.latent_rank > 0 for keys in model.config.layer_keys)
     by_head = [tensor for part in latent for form in (part.to_keys, part.to_values) for tensor in form.tensors]
     assert experts or mixers or len(linears) == 4 * model.num_layers + 1 + of_inputs
-    places = family_of(model.config.architecture).weights(model.config).values()
+    weights = family_of(model.config.architecture).weights(model.config).values()
     config = model.config
-    stored = sum("norm" in parts[0].name or parts[0].name.endswith("router.scale") for parts in places)
+    stored = sum("norm" in parts[0].name or parts[0].name.endswith("router.scale") for parts in weights)
     sharing = sum(keys.shared_with is not None for keys in config.layer_keys or ())  # read no keys, and norm none
     ropes = config.layer_ropes if getattr(config, "norms_heads", False) else ()  # whose heads' norms have no weights
     assert len(norms) == stored + sharing + 2 * sum(rope is not None for rope in ropes)
     of_experts = [tensor for block in experts for tensor in block.tensors]
     names = ("conv", "conv_bias", "a_log", "dt_bias", "heads")
-    kept = [tensor for each in mixers for name in names for tensor in tensors_in(getattr(each, name, None))]
-    kept += by_head
-    read = [*(tensor for linear in linears for tensor in linear.tensors), *norms, *of_experts, *kept]
+    float_tensors = [tensor for each in mixers for name in names for tensor in tensors_in(getattr(each, name, None))]
+    float_tensors += by_head
+    read = [*(tensor for linear in linears for tensor in linear.tensors), *norms, *of_experts, *float_tensors]
     assert declared >= {id(tensor) for tensor in read}
-    always = sum(linear.nbytes for linear in linears) + sum(tensor.nbytes for tensor in (*norms, *kept))
+    always = sum(linear.nbytes for linear in linears) + sum(tensor.nbytes for tensor in (*norms, *float_tensors))
     assert model.weight_bytes == always + sum(tensor.nbytes for tensor in of_experts)
     for rows in (1, 2, 100):
-        taken = sum(
+        of_rows = sum(
             tensor.nbytes * min(rows * block.top_k, block.count) // block.count
             for block in experts
             for tensor in block.tensors
         )
-        assert model.read_bytes(rows) == pytest.approx(always + taken, abs=10 * len(experts))
+        assert model.read_bytes(rows) == pytest.approx(always + of_rows, abs=10 * len(experts))

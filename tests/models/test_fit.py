@@ -40,8 +40,8 @@ def theirs(folder: Path, model_class: Any = transformers.AutoModelForCausalLM) -
 
 
 def with_tensors(folder: Path, more: dict[str, Tensor], *without: str) -> Path:
-    held = {name: each for name, each in load_file(folder / FILE).items() if name not in without}
-    save_file(held | more, folder / FILE, {"format": "pt"})
+    tensors = {name: each for name, each in load_file(folder / FILE).items() if name not in without}
+    save_file(tensors | more, folder / FILE, {"format": "pt"})
     return folder
 
 
@@ -102,18 +102,18 @@ def test_a_head_of_its_own_is_part_of_a_quantized_copy(tmp_path):
 def test_updates_of_a_tied_model_change_its_one_tensor_or_are_refused(tmp_path):
     folder = save_checkpoint("qwen3-tied", tmp_path / "model")
     other = save_checkpoint("qwen3-tied", tmp_path / "other")
-    with llm_of(with_tensors(other, {TABLE: other_head()})) as made:
-        wanted = tokens_of(made)
+    with llm_of(with_tensors(other, {TABLE: other_head()})) as reference:
+        expected = tokens_of(reference)
     with_tensors(folder, {HEAD: load_file(folder / FILE)[TABLE].clone()})  # the same values, as some tools write them
     with llm_of(folder) as llm:
-        own = tokens_of(llm)
+        before = tokens_of(llm)
         with pytest.raises(ArgumentError, match=HEAD):
             llm.update_weights({HEAD: other_head()})
-        assert tokens_of(llm) == own
+        assert tokens_of(llm) == before
         llm.update_weights({TABLE: other_head()})
-        assert tokens_of(llm) == wanted
+        assert tokens_of(llm) == expected
         llm.update_weights({TABLE: other_head(), HEAD: other_head()})
-        assert tokens_of(llm) == wanted
+        assert tokens_of(llm) == expected
 
 
 def test_updates_of_a_head_of_its_own_change_it_alone(tmp_path):

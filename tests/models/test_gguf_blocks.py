@@ -31,15 +31,15 @@ TYPES["weight"] = "Q4_1"
 def test_layers_keep_the_values_of_each_type_and_those_with_none_are_undone(tmp_path: Path, name: str) -> None:
     path = quantized_file(tmp_path / "small.gguf", name, TYPES)
     model, source = load_model(path, device="cpu", dtype="float32", quantize="gguf"), Gguf(path)
-    found = model.layers[1].linears
-    assert [type(found[place]) for place in ("qkv", "o", "gate_up", "down")] == [
+    linears = model.layers[1].linears
+    assert [type(linears[name]) for name in ("qkv", "o", "gate_up", "down")] == [
         *(PanelLinear, PanelLinear, Panels, PanelLinear)
     ]
     at = "model.layers.1."
     names = {"qkv": [f"self_attn.{part}_proj" for part in "qkv"], "o": ["self_attn.o_proj"]}
     names |= {"gate_up": ["mlp.gate_proj", "mlp.up_proj"], "down": ["mlp.down_proj"]}
-    for place, form in found.items():
-        weight = torch.cat([values(source, f"{at}{part}.weight") for part in names[place]])
+    for name, form in linears.items():
+        weight = torch.cat([values(source, f"{at}{part}.weight") for part in names[name]])
         bias = 0 if form.bias is None else form.bias
         torch.testing.assert_close(product(form), weight.T + bias, rtol=1e-5, atol=1e-6)
 
@@ -87,9 +87,9 @@ def test_the_embedding_stays_in_blocks_and_a_tied_output_layer_shares_them(tmp_p
     assert stem.table is not None
     assert isinstance(lm_head, PanelLinear)
     assert (lm_head.parts[0] is stem.table.weight) == (name == "llama-tied-biases")
-    assert any(held is stem.table.weight.panels for held in model.constants)
+    assert any(tensor is stem.table.weight.panels for tensor in model.constants)
     table = values(Gguf(path), "model.embed_tokens.weight")
-    assert not any(held.shape == table.shape for held in model.constants)
+    assert not any(tensor.shape == table.shape for tensor in model.constants)
     nothing = torch.zeros(0, dtype=torch.int32)
     tokens = Tokens(torch.tensor([3, 1, 4]), nothing, nothing, torch.tensor([3], dtype=torch.int32), nothing)
     torch.testing.assert_close(stem.run(tokens), table[[3, 1, 4]] * stem.scale)
@@ -102,8 +102,8 @@ def test_a_part_is_read_in_blocks_where_the_cut_falls_between_them(tmp_path: Pat
     options = FormOptions(torch.device("cpu"), torch.float32, LinearTuner(), quantize="gguf")
 
     def part(rank: int, count: int, axis: int) -> WeightForm:
-        places = {"o": (Part(names.weights[0], (64, 64), axis),)}
-        return PanelLinear.load(SplitSource(source, places, rank, count), names, options)
+        weight_map = {"o": (Part(names.weights[0], (64, 64), axis),)}
+        return PanelLinear.load(SplitSource(source, weight_map, rank, count), names, options)
 
     form = part(1, 2, axis)
     weight = values(source, *names.weights)
@@ -121,15 +121,15 @@ def test_a_source_from_outside_keeps_its_blocks(tmp_path: Path, monkeypatch: pyt
         quant_method = "gguf"
 
         def __init__(self, model: str | Path) -> None:
-            held = Gguf(file)
-            self.name, self.tensors, self.config = "blocks:", held.tensors, held.config
-            self.read, self.read_quantized = held.read, held.read_quantized
+            source = Gguf(file)
+            self.name, self.tensors, self.config = "blocks:", source.tensors, source.config
+            self.read, self.read_quantized = source.read, source.read_quantized
 
         @classmethod
         def opens(cls, model: str | Path) -> bool:
             return model == "blocks:"
 
     monkeypatch.setattr("graphdecode.models.source.SOURCES", [Blocks, *SOURCES])
-    asked = (("blocks:", "gguf"), (file, "gguf"), (file, "none"))
-    kept, own, expanded = (load_model(model, device="cpu", quantize=each).weight_bytes for model, each in asked)
-    assert kept == own < expanded
+    cases = (("blocks:", "gguf"), (file, "gguf"), (file, "none"))
+    kept, gguf, expanded = (load_model(model, device="cpu", quantize=each).weight_bytes for model, each in cases)
+    assert kept == gguf < expanded

@@ -184,11 +184,11 @@ FACTORS = np.linspace(1.0, 3.0, 8, dtype=np.float32)  # of the pairs of a head o
 def test_a_factor_stretches_factors_of_pairs_too(tmp_path):
     path = file_of("llama", tmp_path)
     stated = {"rope__scaling__type": "linear", "rope__scaling__factor": 2.0}
-    found = check_model(edited(path, "pairs", more={"rope_freqs.weight": FACTORS}, **stated)).rope
-    assert (found.short_factors, found.long_factors) == (tuple(2 * FACTORS), tuple(2 * FACTORS))
+    rope = check_model(edited(path, "pairs", more={"rope_freqs.weight": FACTORS}, **stated)).rope
+    assert (rope.short_factors, rope.long_factors) == (tuple(2 * FACTORS), tuple(2 * FACTORS))
     both = {"rope_factors_short.weight": FACTORS, "rope_factors_long.weight": 3 * FACTORS}
-    found = check_model(edited(path, "both", more=both, **stated)).rope
-    assert (found.short_factors, found.long_factors) == (tuple(2 * FACTORS), tuple(6 * FACTORS))
+    rope = check_model(edited(path, "both", more=both, **stated)).rope
+    assert (rope.short_factors, rope.long_factors) == (tuple(2 * FACTORS), tuple(6 * FACTORS))
 
 
 @pytest.mark.parametrize(

@@ -95,8 +95,11 @@ def split(file: Path) -> list[Path]:
             if name != "general.architecture":
                 (writer.add_float32 if isinstance(value, float) else writer.add_uint32)(name, value)
         for name in names[number - 1 :: 3]:
-            own = model.tensors[name]
-            writer.add_tensor(name, own.read(0, int(np.prod(own.shape))).view(np.float32).reshape(own.shape))
+            entry = model.tensors[name]
+            writer.add_tensor(
+                name,
+                entry.read(0, int(np.prod(entry.shape))).view(np.float32).reshape(entry.shape),
+            )
         finish(writer)
     return shards
 
@@ -108,9 +111,9 @@ def test_shards_are_one_model_whichever_is_named(file: Path) -> None:
     file.unlink()
     assert resolve_model_path(file.parent) == shards[0]
     before = shards[1].read_bytes()
-    for taken in shards:
+    for shard in shards:
         with pytest.raises(ArgumentError, match="contains the model itself"):
-            quantized_copy(shards[0], taken, "q8_0", overwrite=True)
+            quantized_copy(shards[0], shard, "q8_0", overwrite=True)
     assert shards[1].read_bytes() == before
     shards[1].unlink()
     with pytest.raises(GraphdecodeError, match="m-00002-of-00003.gguf"):
@@ -130,10 +133,10 @@ def test_shards_are_one_model_whichever_is_named(file: Path) -> None:
 def test_of_a_repository_one_model_is_fetched(monkeypatch, tmp_path, name, fetched):
     many = ["m-Q4_K_M.gguf", "m-Q8_0-00001-of-00002.gguf", "m-Q8_0-00002-of-00002.gguf", "mmproj.gguf"]
     holds = {"owner/one": ["a.gguf"], "owner/many": many}
-    asked: list[str] = []
+    requested: list[str] = []
 
     def snapshot_download(repository: str, **options: list[str]) -> str:
-        asked.extend(filter_repo_objects([*holds[repository], "config.json"], **options))
+        requested.extend(filter_repo_objects([*holds[repository], "config.json"], **options))
         return str(tmp_path)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
@@ -143,7 +146,7 @@ def test_of_a_repository_one_model_is_fetched(monkeypatch, tmp_path, name, fetch
             resolve_model_path(name)
         return
     assert resolve_model_path(name) == tmp_path / fetched[0]
-    assert asked == ["config.json", *fetched]
+    assert requested == ["config.json", *fetched]
 
 
 @pytest.mark.parametrize("content", [b"", b"GG", b"\x80\x04\x95 a pickle of Python", b"GGML" + bytes(60)])
@@ -192,9 +195,9 @@ def assert_refused_in_little_memory(file: Path, says: str) -> None:
     assert peak < 3 * file.stat().st_size + 2_000_000
 
 
-@pytest.mark.parametrize("what", WRONG)
-def test_what_is_wrong_is_named_and_no_memory_is_taken_for_it(file: Path, what: str) -> None:
-    old, new, says = WRONG[what]
+@pytest.mark.parametrize("fault", WRONG)
+def test_what_is_wrong_is_named_and_no_memory_is_taken_for_it(file: Path, fault: str) -> None:
+    old, new, says = WRONG[fault]
     assert_refused_in_little_memory(replaced(file, old, new), says)
 
 
@@ -224,14 +227,14 @@ def test_a_pattern_of_no_layers_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "shape", "said"),
+    ("name", "shape", "message"),
     [
         ("blk.0.ffn_down_exps.weight", (4, 64 * 96), "should have 3 dimensions"),
         ("blk.0.ffn_gate_exps.bias", (4 * 96,), "should have 2 dimensions"),
         ("blk.0.ffn_up_exps.weight", (4, 64, 96), r"has the shape \[4, 64, 96\], and its gate \[4, 96, 64\]"),
     ],
 )
-def test_experts_that_cannot_be_taken_apart_are_named(tmp_path, monkeypatch, name, shape, said):
+def test_experts_that_cannot_be_taken_apart_are_named(tmp_path, monkeypatch, name, shape, message):
     add = gguf.GGUFWriter.add_tensor
     monkeypatch.setattr(
         gguf.GGUFWriter,
@@ -239,8 +242,8 @@ def test_experts_that_cannot_be_taken_apart_are_named(tmp_path, monkeypatch, nam
         lambda writer, each, tensor: add(writer, each, tensor.reshape(shape) if each == name else tensor),
     )
     file = write(random_model("gpt-oss"), "gpt-oss", tmp_path / "model.gguf")
-    found = refusal(file)
-    assert re.search(said, found)
+    refused = refusal(file)
+    assert re.search(message, refused)
 
 
 def test_numbers_of_shards_that_cannot_be_are_part_of_a_name(file: Path) -> None:

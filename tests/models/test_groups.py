@@ -70,9 +70,9 @@ KINDS = {
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 def test_groups_stand_for_what_their_definition_says(kind):
     groups = made(**kind)
-    found = groups.dequantized()
-    assert found.dtype == torch.float32
-    np.testing.assert_allclose(found.double().numpy(), stands_for(groups), rtol=1e-6)
+    actual = groups.dequantized()
+    assert actual.dtype == torch.float32
+    np.testing.assert_allclose(actual.double().numpy(), stands_for(groups), rtol=1e-6)
 
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)

@@ -64,10 +64,10 @@ def saved(folder: Path, settings: dict[str, Any]) -> Path:
 def test_loading_takes_the_memory_of_the_model_and_of_one_product(tmp_path: Path, dtype: str, more: dict) -> None:
     folder = saved(tmp_path, SETTINGS | more)
     ran = subprocess.run([sys.executable, "-c", SCRIPT, str(folder), dtype], capture_output=True, text=True, check=True)
-    peak, kept, model = map(int, ran.stdout.split())
+    peak, resident, model = map(int, ran.stdout.split())
     assert model > 0.8 * (folder / "model.safetensors").stat().st_size
     largest = SETTINGS["hidden_size"] * SETTINGS["intermediate_size"] * 2 * getattr(torch, dtype).itemsize
-    assert kept < 1.1 * model, f"{kept / MIB:.0f} MiB are kept of a model of {model / MIB:.0f} MiB"
+    assert resident < 1.1 * model, f"{resident / MIB:.0f} MiB are kept of a model of {model / MIB:.0f} MiB"
     # a product is fused from parts of the mapped file, and packed from that: two more copies of the largest
     most = 1.1 * model + 2 * largest + BESIDE_BYTES
     assert peak < most, f"{peak / MIB:.0f} MiB at most for a model of {model / MIB:.0f} MiB"
@@ -88,12 +88,12 @@ def test_only_pages_that_are_nearly_filled_are_taken():
 @pytest.mark.skipif(sys.platform != "linux" or not MODES.exists(), reason="needs Linux with huge pages")
 def test_tensors_in_huge_pages_are_what_and_where_they_were():
     before = _huge_bytes()  # the system may give some of them huge pages by itself
-    held = [torch.arange(700_000, dtype=torch.int32) + place for place in range(8)]  # of 2.8 MB
-    addresses = [tensor.data_ptr() for tensor in held]
-    join_pages(held)
-    assert [tensor.data_ptr() for tensor in held] == addresses
-    for place, tensor in enumerate(held):
-        assert torch.equal(tensor, torch.arange(700_000, dtype=torch.int32) + place)
+    tensors = [torch.arange(700_000, dtype=torch.int32) + index for index in range(8)]  # of 2.8 MB
+    addresses = [tensor.data_ptr() for tensor in tensors]
+    join_pages(tensors)
+    assert [tensor.data_ptr() for tensor in tensors] == addresses
+    for index, tensor in enumerate(tensors):
+        assert torch.equal(tensor, torch.arange(700_000, dtype=torch.int32) + index)
     if "[never]" not in MODES.read_text() and _has_collapse():
         assert _huge_bytes() - before >= 4 * HUGE_PAGE
 

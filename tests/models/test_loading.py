@@ -51,8 +51,8 @@ def test_experts_may_be_stored_one_by_one_or_all_in_one_tensor(checkpoint, tmp_p
     save_checkpoint(name, tmp_path, save_original_format=False)
     single, stacked = (load_file(folder / "model.safetensors") for folder in (checkpoint(name), tmp_path))
     assert len(stacked) < len(single)
-    given, expected = (load_model(folder, device="cpu").constants for folder in (tmp_path, checkpoint(name)))
-    assert all(map(torch.equal, given, expected))
+    actual, expected = (load_model(folder, device="cpu").constants for folder in (tmp_path, checkpoint(name)))
+    assert all(map(torch.equal, actual, expected))
 
 
 def test_names_may_lack_what_those_of_a_decoder_with_a_head_begin_with(checkpoint, tmp_path):
@@ -188,8 +188,8 @@ def test_a_tensor_that_is_derived_from_the_configuration_may_be_there(checkpoint
     tensors = load_file(tmp_path / "model.safetensors")
     extra = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(3)}
     save_file(tensors | extra, tmp_path / "model.safetensors")
-    given, expected = (load_model(folder, device="cpu").constants for folder in (tmp_path, checkpoint("llama-3.2")))
-    assert all(map(torch.equal, given, expected))
+    actual, expected = (load_model(folder, device="cpu").constants for folder in (tmp_path, checkpoint("llama-3.2")))
+    assert all(map(torch.equal, actual, expected))
 
 
 def test_quantized_tensors_are_not_taken_for_weights(tmp_path: Path) -> None:
@@ -315,10 +315,10 @@ def beyond(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 @compiled
 def test_a_gguf_files_blocks_stay_and_none_expands_them(blocks: Path) -> None:
-    kept, expanded = (load_model(blocks, device="cpu", quantize=quantize) for quantize in (None, "none"))
-    assert {type(form) for form in kept.layers[0].linears.values()} == {PanelLinear}
+    quantized, expanded = (load_model(blocks, device="cpu", quantize=quantize) for quantize in (None, "none"))
+    assert {type(form) for form in quantized.layers[0].linears.values()} == {PanelLinear}
     assert {type(form) for form in expanded.layers[0].linears.values()} == {Panels}
-    assert kept.dtype == expanded.dtype == (torch.float32 if instructions().name == "portable" else torch.float16)
+    assert quantized.dtype == expanded.dtype == (torch.float32 if instructions().name == "portable" else torch.float16)
 
 
 @compiled

@@ -20,7 +20,7 @@ NEAR = 2e-5  # products for other numbers of rows add up in another order
 
 
 def text(row: int, begin: int, end: int) -> list[int]:
-    return [(7 * place + 31 * row) % 256 for place in range(begin, end)]
+    return [(7 * position + 31 * row) % 256 for position in range(begin, end)]
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def chunks(driven: DrivenDecoder, padding: int = 0) -> Chunks:
 
 def stage(driven: DrivenDecoder) -> None:
     positions = [LENGTHS[row] + CHUNKS.get(row, 0) for row in range(ROWS)]
-    driven.stage([text(row, place, place + 1)[0] for row, place in enumerate(positions)], positions)
+    driven.stage([text(row, position, position + 1)[0] for row, position in enumerate(positions)], positions)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -56,20 +56,20 @@ def test_rows_and_chunks_get_what_passes_of_their_own_give_them(driven: DrivenDe
         if padding:
             driven.buffers.poison(ROWS)
         batch.logits.copy_(driven.model.mix(batch, chunks(driven, padding), driven.caches, driven.attention))
-        for given, wanted in zip(driven.snapshot(ROWS), expected, strict=True):
-            torch.testing.assert_close(given, wanted, rtol=NEAR, atol=NEAR, equal_nan=True)
+        for actual, values_before in zip(driven.snapshot(ROWS), expected, strict=True):
+            torch.testing.assert_close(actual, values_before, rtol=NEAR, atol=NEAR, equal_nan=True)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma2", "gpt-oss", "qwen3-moe"])
 @torch.no_grad()
 def test_a_graph_of_it_replays_the_bits_of_the_pass(driven: DrivenDecoder) -> None:
-    brought = chunks(driven, padding=6)
-    for name, tensor in brought._asdict().items():
+    prompt_chunks = chunks(driven, padding=6)
+    for name, tensor in prompt_chunks._asdict().items():
         if tensor is not None:  # there are no rings
             driven.buffers.adopt(f"chunk_{name}", tensor)
 
     def mixed(batch: Batch) -> None:
-        batch.logits.copy_(driven.model.mix(batch, brought, driven.caches, driven.attention))
+        batch.logits.copy_(driven.model.mix(batch, prompt_chunks, driven.caches, driven.attention))
 
     graphs = GraphManager(mixed, driven.buffers, [BUCKET], constants=driven.model.constants)
     graphs.capture(progress=False)

@@ -130,8 +130,8 @@ def test_two_kinds_of_layers_have_the_ropes_that_transformers_gives_them(archite
     for kind, rope in zip(kinds, ours.layer_ropes, strict=True):
         expected = theirs.rope_parameters[kind]
         assert rope is not None
-        given = (rope.rope_type, rope.theta, rope.factor)
-        assert given == (expected["rope_type"], expected["rope_theta"], expected.get("factor", 1.0))
+        actual = (rope.rope_type, rope.theta, rope.factor)
+        assert actual == (expected["rope_type"], expected["rope_theta"], expected.get("factor", 1.0))
 
 
 def test_granites_multipliers_are_scales() -> None:
@@ -227,8 +227,8 @@ def test_a_file_of_weights_is_answered_by_the_folder_to_give(folder: Path) -> No
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json", "model.safetensors", "tokenizer.json"])
 def test_a_pointer_of_git_lfs_is_not_taken_for_the_file(folder: Path, name: str) -> None:
     (folder / name).write_text(POINTER)
-    said = refusal(folder)
-    assert said == f"{folder / name} is a Git LFS pointer and not the file itself: run `git lfs pull` in {folder}"
+    message = refusal(folder)
+    assert message == f"{folder / name} is a Git LFS pointer and not the file itself: run `git lfs pull` in {folder}"
 
 
 def test_pointers_for_shards_are_not_taken_for_the_files(folder: Path) -> None:
@@ -243,13 +243,13 @@ def test_pointers_for_shards_are_not_taken_for_the_files(folder: Path) -> None:
 def test_weights_that_were_cut_are_told_by_their_sizes(folder: Path, share: float) -> None:
     file = folder / "model.safetensors"
     whole = file.read_bytes()
-    held = int(len(whole) * share)
-    file.write_bytes(whole[:held])
-    said = refusal(folder)
-    assert f"{file}: it was cut: at least " in said
-    assert said.endswith(f"and it has {held}")
+    size = int(len(whole) * share)
+    file.write_bytes(whole[:size])
+    message = refusal(folder)
+    assert f"{file}: it was cut: at least " in message
+    assert message.endswith(f"and it has {size}")
     if share == 0.5:
-        assert f"{len(whole)} bytes are expected" in said
+        assert f"{len(whole)} bytes are expected" in message
 
 
 def test_a_folder_without_a_configuration_is_named_with_what_it_holds(tmp_path: Path) -> None:

@@ -88,10 +88,10 @@ def test_a_field_that_would_change_more_is_refused_by_name(slots, tmp_path, name
 
 @pytest.mark.parametrize("name", [*HARMLESS, *PINNED["older"]])
 def test_a_field_that_changes_nothing_changes_nothing(slots, tmp_path, name):
-    wanted = matrices(slots, save(tmp_path))
+    plain = matrices(slots, save(tmp_path))
     for value in HARMLESS.get(name) or [PINNED["older"][name]]:
-        for found, expected in zip(matrices(slots, save(tmp_path, **{name: value})), wanted, strict=True):
-            assert torch.equal(found, expected)
+        for actual, expected in zip(matrices(slots, save(tmp_path, **{name: value})), plain, strict=True):
+            assert torch.equal(actual, expected)
 
 
 @pytest.mark.parametrize(
@@ -105,30 +105,30 @@ def test_a_field_that_changes_nothing_changes_nothing(slots, tmp_path, name):
     ],
 )
 def test_the_others_are_honoured(slots, tmp_path, changes, scale):
-    (_, plain), (_, found) = (matrices(slots, save(tmp_path, **each)) for each in ({}, changes))
-    torch.testing.assert_close(found, plain * scale)
+    (_, plain), (_, actual) = (matrices(slots, save(tmp_path, **each)) for each in ({}, changes))
+    torch.testing.assert_close(actual, plain * scale)
 
 
 @pytest.mark.parametrize("prefix", ["model.language_model.", "language_model.model."])
 def test_an_adapter_of_a_multimodal_models_decoder_is_one_of_the_decoder(slots, tmp_path, prefix):
-    _, wanted = matrices(slots, save(tmp_path))
-    own = f"{prefix}layers.1.self_attn.q_proj"
-    file = save(tmp_path, alpha_pattern={f"^{own}": 24}) / "adapter_model.safetensors"  # PEFT's names, in full
-    save_file({name.replace(MODULE, own): matrix for name, matrix in load_file(file).items()}, file)
-    torch.testing.assert_close(matrices(slots, tmp_path)[1], 3.0 * wanted)
-    save_file({name.replace(own, f"model.visual.{own}"): matrix for name, matrix in load_file(file).items()}, file)
+    _, expected = matrices(slots, save(tmp_path))
+    path = f"{prefix}layers.1.self_attn.q_proj"
+    file = save(tmp_path, alpha_pattern={f"^{path}": 24}) / "adapter_model.safetensors"  # PEFT's names, in full
+    save_file({name.replace(MODULE, path): matrix for name, matrix in load_file(file).items()}, file)
+    torch.testing.assert_close(matrices(slots, tmp_path)[1], 3.0 * expected)
+    save_file({name.replace(path, f"model.visual.{path}"): matrix for name, matrix in load_file(file).items()}, file)
     with pytest.raises(AdapterError, match=r"visual.* is no product that adapters can change"):
         slots.read(tmp_path)
 
 
 def test_what_training_kept_beside_the_matrices_is_not_read(slots, tmp_path):
-    wanted = matrices(slots, save(tmp_path))
+    plain = matrices(slots, save(tmp_path))
     file = save(tmp_path) / "adapter_model.safetensors"
     name = f"base_model.model.{MODULE}.lora_"
     beside = {f"{name}velora_embed": torch.ones(4), f"{name}monteclora_sampler.std_prior": torch.ones(4)}
     save_file(load_file(file) | beside, file)
-    for found, expected in zip(matrices(slots, tmp_path), wanted, strict=True):
-        assert torch.equal(found, expected)
+    for actual, expected in zip(matrices(slots, tmp_path), plain, strict=True):
+        assert torch.equal(actual, expected)
     save_file(load_file(file) | {f"{name}diag": torch.ones(8)}, file)
     with pytest.raises(AdapterError, match=r"lora_diag is not the A or B of a product"):
         slots.read(tmp_path)
@@ -138,12 +138,12 @@ def test_what_training_kept_beside_the_matrices_is_not_read(slots, tmp_path):
 def test_a_link_out_of_the_folder_is_not_read(slots, tmp_path, name):
     folder = tmp_path / "models--one" / "snapshots" / "1"
     blobs = folder.parent.parent / "blobs"
-    for made in (folder, blobs):
-        made.mkdir(parents=True)
-    wanted = matrices(slots, save(folder))
+    for directory in (folder, blobs):
+        directory.mkdir(parents=True)
+    expected = matrices(slots, save(folder))
     (folder / name).rename(blobs / "abc")
     (folder / name).symlink_to(blobs / "abc")  # as the hub's cache has it
-    assert torch.equal(matrices(slots, folder)[1], wanted[1])
+    assert torch.equal(matrices(slots, folder)[1], expected[1])
     (blobs / "abc").rename(tmp_path / "secret")
     (folder / name).unlink()
     (folder / name).symlink_to(tmp_path / "secret")

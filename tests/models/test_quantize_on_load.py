@@ -26,20 +26,20 @@ from graphdecode.models import load_model
 def weight(seed: int = 0, shape: tuple[int, int] = (96, 512)) -> torch.Tensor:
     """Return a weight whose rows differ in size, with a row, a group and single values out of the ordinary."""
     generator = torch.Generator().manual_seed(seed)
-    made = torch.randn(shape, generator=generator) * torch.rand(shape[0], 1, generator=generator)
-    made[3] = 0.0
-    made[5] = 0.5
-    made[6, :256] = -1.0
-    made[7, 9] = 40.0
-    return made
+    values = torch.randn(shape, generator=generator) * torch.rand(shape[0], 1, generator=generator)
+    values[3] = 0.0
+    values[5] = 0.5
+    values[6, :256] = -1.0
+    values[7, 9] = 40.0
+    return values
 
 
 def test_how_weights_are_stored_may_be_said_and_is_refused_where_it_is_not_so(tmp_path: Path) -> None:
     packed, plain = write_pair(FORMS["awq"], tmp_path)
     options = {"max_batch_size": 1, "max_sequence_length": 32, "skip_tokenizer_init": True}
-    with LLM(packed, quantization="awq", **options) as said, LLM(packed, **options) as unsaid:
+    with LLM(packed, quantization="awq", **options) as stated, LLM(packed, **options) as unstated:
         params = SamplingParams(temperature=0.0, max_tokens=4)
-        first, second = (llm.generate([1, 2, 3], params)[0].outputs[0].token_ids for llm in (said, unsaid))
+        first, second = (llm.generate([1, 2, 3], params)[0].outputs[0].token_ids for llm in (stated, unstated))
         assert first == second
     for model, quantization in ((packed, "gptq"), (plain, "compressed-tensors")):
         with pytest.raises(ArgumentError, match=f"quantize='{quantization}' is for weights .* by quantize='int8'"):
@@ -47,8 +47,8 @@ def test_how_weights_are_stored_may_be_said_and_is_refused_where_it_is_not_so(tm
     load_model(packed, device="cpu", quantize="awq")
 
 
-def error(found: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((found.double() - expected.double()).norm() / expected.double().norm())
+def error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((actual.double() - expected.double()).norm() / expected.double().norm())
 
 
 @pytest.mark.parametrize(
@@ -83,20 +83,20 @@ def test_blocks_are_what_the_library_undoes(block_type: str, most: float) -> Non
     plain = weight()
     plain[7, 9] = 0.0
     blocks = quantized_blocks(plain, block_type)
-    found = gguf.quants.dequantize(blocks.numpy(), gguf.GGMLQuantizationType[block_type])
-    assert np.isfinite(found).all()
-    assert error(torch.from_numpy(found), plain) < most
+    actual = gguf.quants.dequantize(blocks.numpy(), gguf.GGMLQuantizationType[block_type])
+    assert np.isfinite(actual).all()
+    assert error(torch.from_numpy(actual), plain) < most
 
 
 def test_blocks_of_four_bits_keep_large_values_better_than_scales_of_the_largest_that_are_not_rounded() -> None:
     plain = torch.randn(64, 512, generator=torch.Generator().manual_seed(4))
     kind = gguf.GGMLQuantizationType.Q4_K
-    found = torch.from_numpy(gguf.quants.dequantize(quantized_blocks(plain, "Q4_K").numpy(), kind))
+    actual = torch.from_numpy(gguf.quants.dequantize(quantized_blocks(plain, "Q4_K").numpy(), kind))
     groups = plain.view(64, -1, 32)
     least = groups.amin(-1, keepdim=True)
     scale = (groups.amax(-1, keepdim=True) - least) / 15  # those that are stored have six bits
     simple = (((groups - least) / scale).round() * scale + least).flatten(1)
-    lost = [float(((each - plain).square() * plain.square()).sum()) for each in (found, simple)]
+    lost = [float(((each - plain).square() * plain.square()).sum()) for each in (actual, simple)]
     assert lost[0] < 0.97 * lost[1]
 
 
@@ -137,9 +137,9 @@ def test_the_report_has_every_bucket_prompts_and_experts(tmp_path: Path) -> None
     assert [bucket.bucket for bucket in reports["steps"].buckets] == [1, 2, 3]
     assert [(bucket.bucket, bucket.state) for bucket in reports["prompts"].buckets][-1] == (24, "captured")
     for bucket in (*reports["steps"].buckets, *reports["prompts"].buckets):
-        rounded_ones = {name: told for name, told in bucket.choices.items() if not name.startswith("router")}
+        rounded_ones = {name: choice for name, choice in bucket.choices.items() if not name.startswith("router")}
         assert {"gate_up 192x64 of 5 experts", "down 64x96 of 5 experts", "qkv 128x64"} <= set(rounded_ones)
-        assert {told["path"] for told in rounded_ones.values()} == {"blocks"}
+        assert {choice["path"] for choice in rounded_ones.values()} == {"blocks"}
 
 
 @compiled

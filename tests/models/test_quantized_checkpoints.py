@@ -63,10 +63,10 @@ def test_a_layer_keeps_its_codes(pair: tuple[Path, Path]) -> None:
     packed, plain = (load_model(folder, device="cpu", dtype="float32") for folder in pair)
     is_kept = Checkpoint(pair[0]).tensors[MLP].dtype != "NF4"
     for index, layer in enumerate(packed.layers):
-        for place, form in layer.linears.items():
-            is_plain = not is_kept or (index == 1 and place in ("gate_up", "down"))
-            assert type(form) is (Panels if is_plain else PanelLinear), (index, place)
-            assert_same_products(form, plain.layers[index].linears[place], index)
+        for name, form in layer.linears.items():
+            is_plain = not is_kept or (index == 1 and name in ("gate_up", "down"))
+            assert type(form) is (Panels if is_plain else PanelLinear), (index, name)
+            assert_same_products(form, plain.layers[index].linears[name], index)
 
 
 def test_tokens_are_those_of_the_dequantized_model(pair: tuple[Path, Path]) -> None:
@@ -139,8 +139,8 @@ def test_a_delta_net_keeps_weights_in_groups_that_cannot_be_joined(tmp_path, mon
     settings = FORMS["int4 group"].settings | {"config_groups": groups}
     edit_config(folder, lambda config: config.update(quantization_config=settings))
     form = load_model(folder, device="cpu", dtype="float32").layers[0].linears["in_proj"]
-    found = form.forms if isinstance(form, MergedLinear) else (form,)
-    assert [type(part) for part in found] == [PanelLinear] * products
+    products_found = form.forms if isinstance(form, MergedLinear) else (form,)
+    assert [type(part) for part in products_found] == [PanelLinear] * products
     source = Checkpoint(folder)
     weight = torch.cat([read(source, f"model.layers.0.linear_attn.{name}") for name in names])
     torch.testing.assert_close(product(form), weight.T, rtol=1e-5, atol=1e-6)

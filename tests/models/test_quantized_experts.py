@@ -56,17 +56,17 @@ def logits(model: Decoder) -> Tensor:
 def test_those_of_a_gguf_file_keep_their_blocks(tmp_path: Path, name: str, gate_up: str, down: str) -> None:
     types = {"gate_exps.weight": gate_up, "up_exps.weight": gate_up, "down_exps.weight": down}
     file = quantized_file(tmp_path / "model.gguf", name, types)
-    kept, plain = (load_model(file, device="cpu", dtype="float32", quantize=how) for how in ("gguf", None))
-    torch.testing.assert_close(logits(kept), logits(plain), rtol=1e-4, atol=1e-4)
-    hidden = kept.config.hidden_size
-    for experts in experts_in(kept):
+    packed, plain = (load_model(file, device="cpu", dtype="float32", quantize=mode) for mode in ("gguf", None))
+    torch.testing.assert_close(logits(packed), logits(plain), rtol=1e-4, atol=1e-4)
+    hidden = packed.config.hidden_size
+    for experts in experts_in(packed):
         values = experts.count * experts.width * hidden
         for form, block_type, count in ((experts.gate_up, gate_up, 2 * values), (experts.down, down, values)):
             assert isinstance(form, ExpertPanels)
             assert form.layout == "blocks"
             assert bytes_of(form) <= BITS[block_type] / 8 * count + 32
     beside = []
-    for model in (kept, plain):
+    for model in (packed, plain):
         of_experts = sum(tensor.nbytes for experts in experts_in(model) for tensor in experts.tensors)
         beside.append(sum(tensor.nbytes for tensor in model.constants) - of_experts)
     assert beside[0] == beside[1]  # no copy of the experts
@@ -76,19 +76,19 @@ def test_a_gate_in_another_type_is_undone_with_what_it_is_for(tmp_path: Path) ->
     types = {"gate_exps.weight": "Q4_0", "up_exps.weight": "Q8_0", "down_exps.weight": "Q8_0"}
     for name in ("mixtral", "gpt-oss"):
         file = quantized_file(tmp_path / f"{name}.gguf", name, types)
-        kept, plain = (load_model(file, device="cpu", dtype="float32", quantize=how) for how in ("gguf", None))
-        torch.testing.assert_close(logits(kept), logits(plain), rtol=1e-4, atol=1e-4)
-        assert all(isinstance(experts.gate_up, PlainExperts) for experts in experts_in(kept))
-        assert all(isinstance(experts.down, ExpertPanels) for experts in experts_in(kept))
+        packed, plain = (load_model(file, device="cpu", dtype="float32", quantize=mode) for mode in ("gguf", None))
+        torch.testing.assert_close(logits(packed), logits(plain), rtol=1e-4, atol=1e-4)
+        assert all(isinstance(experts.gate_up, PlainExperts) for experts in experts_in(packed))
+        assert all(isinstance(experts.down, ExpertPanels) for experts in experts_in(packed))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_those_of_gpt_oss_keep_four_bits(folders: tuple[Path, Path], dtype: str) -> None:  # noqa: F811
-    kept, plain = (load_model(folder, device="cpu", dtype=dtype) for folder in folders)
+    packed, plain = (load_model(folder, device="cpu", dtype=dtype) for folder in folders)
     near = 1e-4 if dtype == "float32" else 0.1
-    torch.testing.assert_close(logits(kept), logits(plain), rtol=near, atol=near)
-    for experts in experts_in(kept):
-        values = experts.count * experts.width * kept.config.hidden_size
+    torch.testing.assert_close(logits(packed), logits(plain), rtol=near, atol=near)
+    for experts in experts_in(packed):
+        values = experts.count * experts.width * packed.config.hidden_size
         for form, count in ((experts.gate_up, 2 * values), (experts.down, values)):
             assert isinstance(form, ExpertPanels)
             assert form.layout == "groups"
@@ -104,12 +104,12 @@ def test_those_of_gpt_oss_keep_four_bits(folders: tuple[Path, Path], dtype: str)
     ],
 )
 def test_those_of_hugging_faces_forms_keep_their_groups(tmp_path: Path, family: str, form: str) -> None:
-    kept, plain = (
+    packed, plain = (
         load_model(folder, device="cpu", dtype="float32") for folder in write_pair(FORMS[form], tmp_path, family)
     )
-    torch.testing.assert_close(logits(kept), logits(plain), rtol=3e-4, atol=3e-4)
+    torch.testing.assert_close(logits(packed), logits(plain), rtol=3e-4, atol=3e-4)
     has_plain_layer = family == "qwen3-moe"  # and 40 columns, which are no whole blocks
-    for index, experts in enumerate(experts_in(kept)):
+    for index, experts in enumerate(experts_in(packed)):
         is_plain = has_plain_layer and index == 1
         assert type(experts.gate_up) is (PlainExperts if is_plain else ExpertPanels)
         assert type(experts.down) is (PlainExperts if has_plain_layer else ExpertPanels)
@@ -145,8 +145,8 @@ def with_rounded(name: str, tensor: Tensor, quantize: str) -> Tensor:
     if tensor.ndim == 2:
         return undone(tensor, quantize)
     if not name.startswith("gpt-oss "):
-        return torch.stack([undone(own, quantize) for own in tensor])
-    return torch.stack([undone(own.T.contiguous(), quantize).T for own in tensor])  # rows are rounded each by itself
+        return torch.stack([undone(each, quantize) for each in tensor])
+    return torch.stack([undone(each.T.contiguous(), quantize).T for each in tensor])  # rows are rounded each by itself
 
 
 @pytest.mark.parametrize(
@@ -170,10 +170,10 @@ def test_a_model_is_the_one_whose_matrices_were_rounded_before(tmp_path, name, q
     save_file(
         {each: with_rounded(f"{family}{each}", tensor, quantize).contiguous() for each, tensor in tensors.items()}, file
     )
-    kept = load_model(tmp_path / "plain", device="cpu", dtype="float32", quantize=quantize)
+    packed = load_model(tmp_path / "plain", device="cpu", dtype="float32", quantize=quantize)
     expected = load_model(tmp_path / "rounded", device="cpu", dtype="float32")
-    assert all(type(each) is ExpertPanels for own in experts_in(kept) for each in (own.gate_up, own.down))
-    torch.testing.assert_close(logits(kept), logits(expected), rtol=3e-4, atol=3e-4)
+    assert all(type(each) is ExpertPanels for block in experts_in(packed) for each in (block.gate_up, block.down))
+    torch.testing.assert_close(logits(packed), logits(expected), rtol=3e-4, atol=3e-4)
     plain = load_model(tmp_path / "plain", device="cpu", dtype="float32")
     assert isinstance(plain.layers[0].mlp.experts.down, PlainExperts)
     assert (logits(plain) - logits(expected)).abs().max() > 1e-3  # and it is another than the plain one

@@ -54,9 +54,9 @@ def requests() -> list[Request]:
     """Prompts about the borders of pages and chunks, some with a common beginning; greedy and sampled, one or two."""
     rng = random.Random(11)
     common = [rng.randrange(97, 123) for _ in range(20)]
-    found = []
+    made_requests = []
     for index, length in enumerate([1, 2, 7, 8, 15, 17, 31, 40, 5, 60]):
-        own = [rng.randrange(97, 123) for _ in range(length)]
+        text = [rng.randrange(97, 123) for _ in range(length)]
         params = SamplingParams(
             temperature=[0.0, 0.9][index % 2],
             seed=index,
@@ -66,8 +66,8 @@ def requests() -> list[Request]:
             n=2 if index % 4 == 3 else 1,
             allowed_token_ids=None if index % 3 == 1 else [97, 98],  # of which drafts are right
         )
-        found.append((common + own if index % 3 == 1 else own, params))
-    return found
+        made_requests.append((common + text if index % 3 == 1 else text, params))
+    return made_requests
 
 
 def answer_of(output: Any) -> Answer:  # one that left before its first token has no log-probabilities
@@ -116,23 +116,23 @@ def live(llm: LLM, alone: list[Answer], rng: random.Random) -> int:
 
     Returns how many prompt tokens were in the prefix cache.
     """
-    given = requests()
-    single = [index for index, (_, params) in enumerate(given) if params.n == 1]
+    cases = requests()
+    single = [index for index, (_, params) in enumerate(cases) if params.n == 1]
     streams = []
     for index in rng.sample(single, rng.randrange(3, len(single))):
-        streams.append((index, llm.stream(*given[index])))
+        streams.append((index, llm.stream(*cases[index])))
         for _ in range(rng.randrange(4)):
             llm.step()
         if rng.random() < 0.2:
             rng.choice(streams)[1].close()
-    chosen = rng.sample(range(len(given)), rng.randrange(4, len(given)))
-    outputs = llm.generate([given[index][0] for index in chosen], [given[index][1] for index in chosen], use_tqdm=False)
+    chosen = rng.sample(range(len(cases)), rng.randrange(4, len(cases)))
+    outputs = llm.generate([cases[index][0] for index in chosen], [cases[index][1] for index in chosen], use_tqdm=False)
     for index, output in zip(chosen, outputs, strict=True):
         assert answer_of(output) == alone[index], f"request {index}, asked for among {chosen}"
     for index, stream in streams:
         list(stream)  # to its end
-        ((tokens, logprobs),), ((wanted, wanted_logprobs),) = answer_of(stream.request), alone[index]
-        assert tokens == wanted[: len(tokens)], f"request {index}"
+        ((tokens, logprobs),), ((expected, wanted_logprobs),) = answer_of(stream.request), alone[index]
+        assert tokens == expected[: len(tokens)], f"request {index}"
         assert logprobs == wanted_logprobs[: len(logprobs)], f"request {index}"
     finished = [*outputs, *(stream.request for _, stream in streams)]
     return sum(output.metrics.num_cached_tokens for output in finished)
@@ -221,7 +221,7 @@ def test_a_request_has_the_bits_of_a_run_alone_in_five_hundred_lives(engines_of,
 def share(folder: Path) -> tuple[list[tuple[list[int], Answer]], list[int], int]:
     """Prompts about borders of 16 tokens, beside a row that goes on: answers, tokens found, mixed steps."""
     common, params = list(range(97, 137)), SamplingParams(temperature=0.0, max_tokens=8, logprobs=1, ignore_eos=True)
-    prompts = [common[:33], *([*common[:end], *own] for end in (16, 17, 32, 40) for own in ([], [5], [6] * 17))]
+    prompts = [common[:33], *([*common[:end], *text] for end in (16, 17, 32, 40) for text in ([], [5], [6] * 17))]
     config = BucketConfig(max_batch_size=4, max_sequence_length=128, page_size=8)
     options = {"max_prefill_tokens": 20, "state_checkpoints": 8, "state_checkpoint_tokens": 10}
     with LLM(folder, config=config, dtype="float32", **options) as llm:
@@ -230,23 +230,23 @@ def share(folder: Path) -> tuple[list[tuple[list[int], Answer]], list[int], int]
             llm.step()
         outputs = [llm.generate([prompt], params, use_tqdm=False)[0] for prompt in prompts]
         stream.close()
-        found = [output.metrics.num_cached_tokens for output in outputs]
-        return [(output.prompt_token_ids, answer_of(output)) for output in outputs], found, llm.stats.mixed_steps
+        cached = [output.metrics.num_cached_tokens for output in outputs]
+        return [(output.prompt_token_ids, answer_of(output)) for output in outputs], cached, llm.stats.mixed_steps
 
 
 def check_shared(folder: Path) -> None:
     """A prefix is found up to its last border; tokens and log-probabilities are those of transformers."""
-    outputs, found, mixed_steps = share(folder)
+    outputs, cached, mixed_steps = share(folder)
     assert mixed_steps > 0
-    assert found == [0, 0, 16, 16, 16, 16, 16, 16, 32, 32, 32, 32, 32]
+    assert cached == [0, 0, 16, 16, 16, 16, 16, 16, 32, 32, 32, 32, 32]
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, experts_implementation="eager").eval()
     for prompt, [(tokens, logprobs)] in outputs:
         assert_greedy(model, prompt, tokens)
         with torch.no_grad():
             logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1].float()
         expected = logits.log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
-        given = torch.tensor([step[token] for step, token in zip(logprobs, tokens, strict=True)])
-        torch.testing.assert_close(given, expected, atol=NEAR_TIE, rtol=0.0)
+        actual = torch.tensor([step[token] for step, token in zip(logprobs, tokens, strict=True)])
+        torch.testing.assert_close(actual, expected, atol=NEAR_TIE, rtol=0.0)
 
 
 @pytest.mark.parametrize("name", ["qwen3.5", "falcon-h1", "lfm2", "mamba2"])
@@ -294,7 +294,7 @@ def check_turns(folder: Path, steps_per_launch: int, lookahead: int) -> None:
     """A conversation beside a long output: a turn finds all before it up to the last border of its output."""
     config = BucketConfig(max_batch_size=3, max_sequence_length=160, page_size=8, steps_per_launch=steps_per_launch)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    prompt, found = [9] * 5, []
+    prompt, cached = [9] * 5, []
     with LLM(folder, config=config, dtype="float32", state_checkpoints=4, state_checkpoint_tokens=16) as llm:
         llm.engine.loop.lookahead = lookahead
         stream = llm.stream([7] * 11, SamplingParams(temperature=0.0, max_tokens=120, ignore_eos=True))
@@ -302,10 +302,10 @@ def check_turns(folder: Path, steps_per_launch: int, lookahead: int) -> None:
             params = SamplingParams(temperature=0.0, max_tokens=30 + turn, ignore_eos=True)
             (output,) = llm.generate([prompt], params, use_tqdm=False)
             assert_greedy(model, prompt, output.outputs[0].token_ids)
-            found.append(output.metrics.num_cached_tokens)
+            cached.append(output.metrics.num_cached_tokens)
             prompt = [*prompt, *output.outputs[0].token_ids, 5, 6]
         stream.close()
-    assert found == [0, 32, 64]
+    assert cached == [0, 32, 64]
 
 
 @pytest.mark.parametrize(("name", "steps_per_launch", "lookahead"), [("qwen3.5", 1, 0), ("mamba2", 3, 1)])
@@ -369,20 +369,20 @@ def test_pages_and_states_are_counted_as_they_are_kept(checkpoint, name, paged, 
         BucketConfig(max_batch_size=4, max_sequence_length=64, page_size=8),
         describe_model(checkpoint(name)),
     )
-    states = [kept.nbytes for kept in shape.recurrent if kept is not None and kept.nbytes]
+    states = [state.nbytes for state in shape.recurrent if state is not None and state.nbytes]
     assert len(states) == stateful
     assert state_bytes_of(buckets, shape) == 5 * sum(states)
     device = torch.device("cpu")
-    given = (EngineConfig(buckets), shape, torch.float32, device)
-    capacity = plan_capacity(*given, available_bytes=2**30)
+    arguments = (EngineConfig(buckets), shape, torch.float32, device)
+    capacity = plan_capacity(*arguments, available_bytes=2**30)
     assert capacity.token_bytes == 2 * paged * shape.num_key_value_heads * shape.head_dim * 4
     with pytest.raises(ArgumentError, match="no memory is left"):
-        plan_capacity(*given, available_bytes=state_bytes_of(buckets, shape))
+        plan_capacity(*arguments, available_bytes=state_bytes_of(buckets, shape))
 
 
 def delta_net(layers: int, hidden: int, heads: int, kv_heads: int, value_heads: int, **others: Any) -> dict[str, Any]:
-    own = {"num_hidden_layers": layers, "head_dim": 256, "linear_num_value_heads": value_heads}
-    return sizes("Qwen3_5ForCausalLM", 248320, hidden, 3 * hidden, heads, kv_heads, **own, **others)
+    fields = {"num_hidden_layers": layers, "head_dim": 256, "linear_num_value_heads": value_heads}
+    return sizes("Qwen3_5ForCausalLM", 248320, hidden, 3 * hidden, heads, kv_heads, **fields, **others)
 
 
 HYBRIDS = {
@@ -399,8 +399,8 @@ def test_states_and_keys_of_32k_tokens_take_a_part_of_what_full_attention_takes(
 
     def kept_bytes(**changes: Any) -> int:
         shape = config_of(settings | changes)
-        given = (EngineConfig(buckets), shape, torch.bfloat16, torch.device("cpu"))
-        return plan_capacity(*given, available_bytes=2**45).cache_bytes + state_bytes_of(buckets, shape)
+        arguments = (EngineConfig(buckets), shape, torch.bfloat16, torch.device("cpu"))
+        return plan_capacity(*arguments, available_bytes=2**45).cache_bytes + state_bytes_of(buckets, shape)
 
     full = kept_bytes(layer_types=["full_attention"] * settings["num_hidden_layers"])
     assert kept_bytes() <= 0.3 * full, kept_bytes() / full

@@ -48,12 +48,12 @@ def test_16_bits_lose_no_more_than_their_products_inputs_do(checkpoint, name, dt
         pytest.skip(f"no compiled kernels: {native.why_not()}")
     expected = exact_logits(checkpoint(name), getattr(torch, dtype))
     with nullcontext() if compiled else native.switched_off():
-        given = decoded_logits(checkpoint(name), "cpu", 256, dtype)
-    apart = torch.cat([(a.log_softmax(-1) - b.log_softmax(-1)).abs() for a, b in zip(given, expected, strict=True)])
-    found, bound = float(apart.mean()), BOUNDS[name, dtype][not compiled]
+        actual = decoded_logits(checkpoint(name), "cpu", 256, dtype)
+    errors = torch.cat([(a.log_softmax(-1) - b.log_softmax(-1)).abs() for a, b in zip(actual, expected, strict=True)])
+    mean, bound = float(errors.mean()), BOUNDS[name, dtype][not compiled]
     if compiled and instructions().name == "amx":
         bound = IN_TILES.get((name, dtype), bound)
-    assert found <= bound, f"{found:.5f} is more than {bound}"
+    assert mean <= bound, f"{mean:.5f} is more than {bound}"
 
 
 NEW_TOKENS = 48
@@ -88,11 +88,11 @@ def test_where_texts_part_from_transformers_the_two_tokens_are_near_ties(checkpo
         lost = best - logits.gather(1, torch.tensor(ours)[:, None])[:, 0]
         assert lost.max() < tie, f"token {int(lost.argmax())} is {lost.max():.4f} below the best"
         gaps.append(float((best - logits.topk(2).values[:, 1]).median()) / tie)
-        places = [place for place, pair in enumerate(zip(ours, other, strict=True)) if pair[0] != pair[1]]
-        if places:
+        splits = [at for at, pair in enumerate(zip(ours, other, strict=True)) if pair[0] != pair[1]]
+        if splits:
             parted += 1
-            apart = float(logits[places[0], ours[places[0]]] - logits[places[0], other[places[0]]])
-            assert abs(apart) < tie, f"texts part at {places[0]}, where the tokens are {abs(apart):.4f} apart"
+            gap = float(logits[splits[0], ours[splits[0]]] - logits[splits[0], other[splits[0]]])
+            assert abs(gap) < tie, f"texts part at {splits[0]}, where the tokens are {abs(gap):.4f} apart"
     assert parted, "no texts part: nothing was shown"
     assert min(gaps) > 1, "most places must be no near-ties, or this shows nothing"
 
@@ -119,8 +119,8 @@ def test_where_texts_part_from_those_without_speculation_the_two_tokens_are_near
         lost = best[:, 0] - logits.gather(1, torch.tensor(fast)[:, None])[:, 0]
         assert lost.max() < tie, f"token {int(lost.argmax())} is {lost.max():.4f} below the best"
         gaps += ((best[:, 0] - best[:, 1]) / tie).tolist()
-        place = next((place for place, pair in enumerate(zip(plain, fast, strict=True)) if pair[0] != pair[1]), None)
-        if place is not None:
-            apart = float(logits[place, plain[place]] - logits[place, fast[place]])
-            assert abs(apart) < tie, f"texts part at {place}, where the tokens are {abs(apart):.4f} apart"
+        at = next((at for at, pair in enumerate(zip(plain, fast, strict=True)) if pair[0] != pair[1]), None)
+        if at is not None:
+            gap = float(logits[at, plain[at]] - logits[at, fast[at]])
+            assert abs(gap) < tie, f"texts part at {at}, where the tokens are {abs(gap):.4f} apart"
     assert median(gaps) > 1, "most places must be no near-ties, or this shows nothing"

@@ -163,16 +163,16 @@ def test_a_path_wins_over_a_name(folders: tuple[Path, Path], tmp_path: Path, mon
 
 def test_all_models_of_the_folders_are_listed_each_once(folders: tuple[Path, Path]) -> None:
     first, second = folders
-    found = {model.name: model for model in model_path.local_models() if model.origin not in ("shipped", "installed")}
-    assert {name: model.origin for name, model in found.items()} == {
+    listed = {model.name: model for model in model_path.local_models() if model.origin not in ("shipped", "installed")}
+    assert {name: model.origin for name, model in listed.items()} == {
         "adder": str(first),
         "owner/name": str(second),
         "owner/small.gguf": str(second),
         "large-00001-of-00002.gguf": str(second),
     }
-    assert found["large-00001-of-00002.gguf"].disk_bytes == 12, "all its shards"
-    assert found["adder"].disk_bytes == sum(file.stat().st_size for file in DEMO.iterdir() if file.is_file())
-    assert all(resolve_model_path(name) == model.path for name, model in found.items())
+    assert listed["large-00001-of-00002.gguf"].disk_bytes == 12, "all its shards"
+    assert listed["adder"].disk_bytes == sum(file.stat().st_size for file in DEMO.iterdir() if file.is_file())
+    assert all(resolve_model_path(name) == model.path for name, model in listed.items())
 
 
 def test_the_cache_of_the_hub_is_listed_by_repository(folders: tuple[Path, Path], tmp_path: Path) -> None:
@@ -189,12 +189,12 @@ def test_the_cache_of_the_hub_is_listed_by_repository(folders: tuple[Path, Path]
 def test_what_is_not_found_is_told_with_what_was_looked_for_and_what_is_here(folders: tuple[Path, Path]) -> None:
     with pytest.raises(GraphdecodeError) as caught:
         resolve_model_path("subtractor")
-    told = str(caught.value)
-    assert "'subtractor' is not a folder, in no folder of GRAPHDECODE_MODELS (" in told
-    assert all(str(folder) in told for folder in folders)
-    assert "this machine has demo," in told
-    assert all(name in told for name in ("adder", "owner/name", "owner/small.gguf"))
-    assert "did you mean" not in told
+    message = str(caught.value)
+    assert "'subtractor' is not a folder, in no folder of GRAPHDECODE_MODELS (" in message
+    assert all(str(folder) in message for folder in folders)
+    assert "this machine has demo," in message
+    assert all(name in message for name in ("adder", "owner/name", "owner/small.gguf"))
+    assert "did you mean" not in message
     for wrong, meant in (("SmolM2", "smollm2"), ("Adder", "adder"), ("dmo", "demo")):
         with pytest.raises(GraphdecodeError, match=rf"; did you mean '{meant}'\?$"):
             resolve_model_path(wrong)

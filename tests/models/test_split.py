@@ -100,7 +100,7 @@ def test_a_rank_reads_its_part_alone_and_the_parts_are_the_whole(checkpoint: Cal
         else:
             sizes = [run.size // 2 for run in part.runs] or None
             dealt = [out.split(sizes, part.split) if sizes else (out,) for out in read]
-            joined = [own for run in zip(*dealt, strict=True) for own in run]
+            joined = [piece for run in zip(*dealt, strict=True) for piece in run]
             assert torch.equal(torch.cat(joined, part.split), whole), part.name
     added = sum(math.prod(part.shape) for part in parts(weight_map) if part.is_added)
     assert [source.elements for source in sources] == [elements(ranks[0]), elements(ranks[1]) - added]
@@ -113,9 +113,9 @@ def test_heads_of_keys_that_are_fewer_than_the_ranks_are_in_several(checkpoint: 
     whole = torch.empty(source.tensors[name].shape)
     source.read(name, whole)
     for rank in range(4):
-        own = torch.empty(16, 64)
-        split(source, rank, 4).read(name, own)
-        assert torch.equal(own, whole[16 * (rank // 2) : 16 * (rank // 2 + 1)])
+        shard = torch.empty(16, 64)
+        split(source, rank, 4).read(name, shard)
+        assert torch.equal(shard, whole[16 * (rank // 2) : 16 * (rank // 2 + 1)])
 
 
 @pytest.mark.parametrize(
@@ -131,9 +131,9 @@ def test_a_rank_has_its_share_of_the_weights_within_a_tenth(shape: str, count: i
 class Given:
     """A source of tensors in memory."""
 
-    def __init__(self, given: dict[str, torch.Tensor]) -> None:
-        self.given = given
-        self.tensors = {name: Stored((*tensor.shape,), "F64") for name, tensor in given.items()}
+    def __init__(self, values: dict[str, torch.Tensor]) -> None:
+        self.given = values
+        self.tensors = {name: Stored((*tensor.shape,), "F64") for name, tensor in values.items()}
 
     def read(self, name: str, out: torch.Tensor, shard: Shard | None = None) -> None:
         out.copy_(self.given[name] if shard is None else self.given[name][shard.slices(self.tensors[name].shape)])
@@ -143,25 +143,25 @@ class Given:
 def test_a_rank_has_the_part_of_an_adapter_that_changes_its_part_of_a_product(checkpoint, name, count):
     source, drawn = Checkpoint(checkpoint(name)), torch.Generator().manual_seed(1)
     every = family_of(source.config().architecture).weights_in(source.config(), source.tensors)
-    products = {place: own for place, own in every.items() if len(own[0].shape) == 2}
+    products = {name_here: piece for name_here, piece in every.items() if len(piece[0].shape) == 2}
     matrices, changes = {}, {}
-    for place, own in products.items():
-        down = torch.randn(len(own), 3, own[0].shape[1], generator=drawn, dtype=torch.float64)
-        ups = [torch.randn(3, part.shape[0], generator=drawn, dtype=torch.float64) for part in own]
-        matrices[place] = (down, torch.cat(ups, dim=1))
-        changes |= {part.name: up.T @ a for part, a, up in zip(own, down, ups, strict=True)}
+    for name_here, piece in products.items():
+        down = torch.randn(len(piece), 3, piece[0].shape[1], generator=drawn, dtype=torch.float64)
+        ups = [torch.randn(3, part.shape[0], generator=drawn, dtype=torch.float64) for part in piece]
+        matrices[name_here] = (down, torch.cat(ups, dim=1))
+        changes |= {part.name: up.T @ a for part, a, up in zip(piece, down, ups, strict=True)}
     for rank in range(count):
         split_changes = SplitSource(Given(changes), products, rank, count)
         part_of_it = split_adapter(Adapter(matrices), products, rank, count)
-        for place, (down, up) in Adapter.of_bytes(part_of_it.to_bytes()).matrices.items():
-            wanted = [
-                torch.empty(split_changes.tensors[part.name].shape, dtype=torch.float64) for part in products[place]
+        for name_here, (down, up) in Adapter.of_bytes(part_of_it.to_bytes()).matrices.items():
+            expected = [
+                torch.empty(split_changes.tensors[part.name].shape, dtype=torch.float64) for part in products[name_here]
             ]
-            for part, out in zip(products[place], wanted, strict=True):
+            for part, out in zip(products[name_here], expected, strict=True):
                 split_changes.read(part.name, out)
-            ups = up.split([len(out) for out in wanted], dim=1)
-            for own, a, out in zip(ups, down, wanted, strict=True):
-                torch.testing.assert_close(own.T @ a, out)
+            ups = up.split([len(out) for out in expected], dim=1)
+            for piece, a, out in zip(ups, down, expected, strict=True):
+                torch.testing.assert_close(piece.T @ a, out)
 
 
 def test_sizes_that_do_not_divide_are_refused_by_name() -> None:
@@ -217,8 +217,8 @@ def logits_of(path: Path, shared: Collectives | None, **options: Any) -> list[to
         return [driven.decode([20 + i, 30 + i, 40 + i], [4 + i, 1 + i, 6 + i]) for i in range(4)]
 
 
-def same_bits(found: list[list[torch.Tensor]]) -> bool:
-    return all(torch.equal(mine, theirs) for others in found[1:] for mine, theirs in zip(found[0], others, strict=True))
+def same_bits(ranks: list[list[torch.Tensor]]) -> bool:
+    return all(torch.equal(mine, theirs) for others in ranks[1:] for mine, theirs in zip(ranks[0], others, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -230,10 +230,10 @@ def same_bits(found: list[list[torch.Tensor]]) -> bool:
 )
 def test_logits_have_the_same_bits_on_all_ranks(checkpoint: Callable[[str], Path], name: str, count: int) -> None:
     path = checkpoint(name)
-    found = on_all_ranks(count, lambda shared: logits_of(path, shared))
-    assert same_bits(found)
-    for own, whole in zip(found[0], logits_of(path, None), strict=True):
-        torch.testing.assert_close(own, whole, rtol=1e-4, atol=1e-4)
+    results = on_all_ranks(count, lambda shared: logits_of(path, shared))
+    assert same_bits(results)
+    for actual, whole in zip(results[0], logits_of(path, None), strict=True):
+        torch.testing.assert_close(actual, whole, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("norm_first", [False, True])
@@ -243,11 +243,11 @@ def test_a_group_that_ranks_share_is_normed_as_on_one(norm_first: bool) -> None:
     gated_rms_norm(expected, read, gate, gain[0], 1e-5, 12, norm_first)
 
     def normed(shared: Collectives) -> torch.Tensor:
-        own, out = slice(6 * shared.rank, 6 * shared.rank + 6), torch.empty(5, 6)
+        columns, out = slice(6 * shared.rank, 6 * shared.rank + 6), torch.empty(5, 6)
         fields = dict.fromkeys(("in_proj", "conv", "conv_bias", "heads", "group", "step_limits", "out_proj"))
         of_group = {"collectives": shared, "param_name": "norm", "ranks_of_group": 2, "norm_first": norm_first}
-        mixer = JointlyNormedMamba2(**fields, **of_group, norm=Norm(gain[0, own], 1e-5))
-        mixer.finish(out, read[:, own], gate[:, own])
+        mixer = JointlyNormedMamba2(**fields, **of_group, norm=Norm(gain[0, columns], 1e-5))
+        mixer.finish(out, read[:, columns], gate[:, columns])
         return out
 
     torch.testing.assert_close(torch.cat(on_all_ranks(4, normed), 1), expected)
@@ -283,11 +283,11 @@ def test_a_rank_keeps_blocks_of_products_and_embedding_in_half_the_memory(tmp_pa
         o = model.layers[0].linears["o"]
         assert isinstance(o, RowParallelLinear)
         assert isinstance(o.form, PanelLinear)
-    whole, *own = (sum(held.nbytes for held in model.constants) for model in (load(None), *ranks))
-    assert own == pytest.approx([whole / 2] * 2, rel=0.1)
-    found = on_all_ranks(2, lambda shared: logits_of(path, shared, quantize="gguf"))
-    assert same_bits(found)
-    for mine, all_of_it in zip(found[0], logits_of(path, None, quantize="gguf"), strict=True):
+    whole, *of_ranks = (sum(tensor.nbytes for tensor in model.constants) for model in (load(None), *ranks))
+    assert of_ranks == pytest.approx([whole / 2] * 2, rel=0.1)
+    results = on_all_ranks(2, lambda shared: logits_of(path, shared, quantize="gguf"))
+    assert same_bits(results)
+    for mine, all_of_it in zip(results[0], logits_of(path, None, quantize="gguf"), strict=True):
         torch.testing.assert_close(mine, all_of_it, rtol=1e-4, atol=1e-4)
 
 
@@ -296,8 +296,8 @@ def test_a_row_in_parts_is_rounded_to_int8_as_the_whole(checkpoint: Callable[[st
     path = checkpoint("llama-3")
 
     def columns(shared: Collectives | None) -> torch.Tensor:
-        found = load_model(path, device="cpu", dtype="float32", quantize="int8", shared=shared)
-        down = found.layers[1].linears["down"]
+        model = load_model(path, device="cpu", dtype="float32", quantize="int8", shared=shared)
+        down = model.layers[1].linears["down"]
         return product(down.form if isinstance(down, RowParallelLinear) else down)
 
     assert torch.equal(torch.cat(on_all_ranks(2, columns)), columns(None))
@@ -307,9 +307,9 @@ def test_a_row_in_parts_is_rounded_to_int8_as_the_whole(checkpoint: Callable[[st
 @pytest.mark.parametrize("quantize", ["int8", "q8_0"])
 def test_ranks_share_experts_that_are_rounded_while_they_are_read(checkpoint, quantize):
     path = checkpoint("gpt-oss")
-    found = on_all_ranks(2, lambda shared: logits_of(path, shared, quantize=quantize))
-    assert same_bits(found)
-    for mine, all_of_it in zip(found[0], logits_of(path, None, quantize=quantize), strict=True):
+    results = on_all_ranks(2, lambda shared: logits_of(path, shared, quantize=quantize))
+    assert same_bits(results)
+    for mine, all_of_it in zip(results[0], logits_of(path, None, quantize=quantize), strict=True):
         torch.testing.assert_close(mine, all_of_it, rtol=1e-4, atol=1e-4)
 
 
@@ -327,18 +327,18 @@ RANKS = 2
 def test_the_shards_of_every_product_are_the_product(checkpoint: Callable[[str], Path], name: str) -> None:
     source = Checkpoint(checkpoint(name))
     config = source.config()
-    places = family_of(config.architecture).weights(config)
-    products = {place: parts for place, parts in places.items() if len(parts[0].shape) == 2 and place != "embedding"}
+    weight_map = family_of(config.architecture).weights(config)
+    products = {key: parts for key, parts in weight_map.items() if len(parts[0].shape) == 2 and key != "embedding"}
     assert len(products) == 4 * config.num_hidden_layers + (not config.tie_word_embeddings)
 
     def names(parts: tuple[Part, ...]) -> tuple[str, ...]:
         return tuple(part.name for part in parts)
 
-    for place, own in products.items():
-        linear = LinearNames(names(own), names(places.get(f"{place}.bias", ())))
+    for key, pieces_of in products.items():
+        linear = LinearNames(names(pieces_of), names(weight_map.get(f"{key}.bias", ())))
         whole = load_linear(source, linear, OPTIONS)
         x = torch.randn(3, whole.in_features, generator=torch.Generator().manual_seed(1))
-        axis = own[0].split
+        axis = pieces_of[0].split
         assert axis in (0, 1)
         shards = [load_linear(split(source, rank, RANKS), linear, OPTIONS) for rank in range(RANKS)]
         assert sum(shard.shape[axis] for shard in shards) == whole.shape[axis]
@@ -346,13 +346,13 @@ def test_the_shards_of_every_product_are_the_product(checkpoint: Callable[[str],
         expected = product(whole, x)
         if axis == 1:
             columns = x.chunk(RANKS, dim=1)
-            given = sum(product(shard, part.contiguous()) for shard, part in zip(shards, columns, strict=True))
+            actual = sum(product(shard, part.contiguous()) for shard, part in zip(shards, columns, strict=True))
         else:  # each fused part is dealt out by itself: a shard of QKV is whole heads of queries, keys and values
-            sizes = [[part.shape[0] * end // RANKS for part in own] for end in range(RANKS + 1)]
+            sizes = [[part.shape[0] * end // RANKS for part in pieces_of] for end in range(RANKS + 1)]
             dealt = [[b - a for a, b in zip(*pair, strict=True)] for pair in itertools.pairwise(sizes)]
             pieces = [product(shard, x).split(size, dim=1) for shard, size in zip(shards, dealt, strict=True)]
-            given = torch.cat([torch.cat(piece, dim=1) for piece in zip(*pieces, strict=True)], dim=1)
-        torch.testing.assert_close(given, expected, rtol=1e-5, atol=1e-5)
+            actual = torch.cat([torch.cat(piece, dim=1) for piece in zip(*pieces, strict=True)], dim=1)
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_random_shards_are_parts_of_one_weight() -> None:
@@ -399,14 +399,14 @@ def sampled(seed: int, length: int, **fields: Any) -> Request:
 
 def answers(engine: Engine, requests: list[Request]) -> list[tuple[list[int], list[int], list[int]]]:
     """Return each request's tokens, the most likely ones beside them, and those of its prompt."""
-    found = {engine.add(request): ([], [], []) for request in requests}
+    answers_by_id = {engine.add(request): ([], [], []) for request in requests}
     while engine.has_work:
         for event in engine.step():
-            tokens, tops, prompt = found[event.request_id]
+            tokens, tops, prompt = answers_by_id[event.request_id]
             tokens += event.token_ids
-            tops += [place.top[0][0] for place in event.logprobs or () if place.top]
-            prompt += [place.top[0][0] for place in event.prompt_logprobs or () if place and place.top]
-    return list(found.values())
+            tops += [entry.top[0][0] for entry in event.logprobs or () if entry.top]
+            prompt += [entry.top[0][0] for entry in event.prompt_logprobs or () if entry and entry.top]
+    return list(answers_by_id.values())
 
 
 def same_on_one_and_on_two(
@@ -441,14 +441,14 @@ def test_two_ranks_give_the_tokens_of_transformers(checkpoint, monkeypatch, rank
     sizes = {"max_batch_size": 9, "batch_sizes": [1, 4, 9], "max_sequence_length": 160, "page_size": 8}
     engine = load_engine(checkpoint(name), settings(2, max_prefill_tokens=7, total_num_pages=60, **sizes), ranks=ranks)
     requests = [Request(prompt, PARAMS) for prompt in prompts()]
-    found = answers(engine, requests)
+    results = answers(engine, requests)
     assert engine.stats.batch_sizes[9] > 0
     assert engine.stats.mixed_steps > 0
     assert engine.num_preemptions > 0
     engine.runner.cache.reset()  # of prefixes
-    found += [answers(engine, [request])[0] for request in requests]
+    results += [answers(engine, [request])[0] for request in requests]
     engine.close()
-    for prompt, (tokens, _, _) in zip(2 * prompts(), found, strict=True):
+    for prompt, (tokens, _, _) in zip(2 * prompts(), results, strict=True):
         assert len(tokens) == PARAMS.max_tokens
         assert_greedy(reference(checkpoint(name)), prompt, tokens)
 
@@ -462,9 +462,9 @@ def test_experts_in_blocks_are_dealt_out_and_give_the_tokens_of_one(tmp_path, mo
     requests = [sampled(0, 1, temperature=0.0), sampled(1, 20), sampled(2, 6, temperature=0.0)]
     engine = same_on_one_and_on_two(file, ranks, requests, quantize="gguf")
     whole = load_model(file, device="cpu", dtype="float32", quantize="gguf")
-    for own, layer in zip(engine.runner.model.layers, whole.layers, strict=True):
-        for place in ("gate_up", "down"):
-            half, all_of_it = getattr(own.mlp.experts, place), getattr(layer.mlp.experts, place)
+    for half_layer, layer in zip(engine.runner.model.layers, whole.layers, strict=True):
+        for product_name in ("gate_up", "down"):
+            half, all_of_it = getattr(half_layer.mlp.experts, product_name), getattr(layer.mlp.experts, product_name)
             assert isinstance(half, ExpertPanels)
             sizes = [
                 sum(part.nbytes for part in form.weight._replace(table=None) if isinstance(part, torch.Tensor))

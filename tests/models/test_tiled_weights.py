@@ -63,8 +63,8 @@ def test_a_files_blocks_are_kept_part_by_part_and_all_products_are_those_of_thei
     path = quantized_file(tmp_path / "small.gguf", "llama", SMALL)
     model, source = load_model(path, device="cpu", dtype="float32", quantize="gguf"), Gguf(path)
     assert isinstance(model, Decoder)
-    found = model.layers[1].linears
-    assert {place: [part.layout.code for part in form.parts] for place, form in found.items()} == {  # type: ignore[attr-defined]
+    linears = model.layers[1].linears
+    assert {name: [part.layout.code for part in form.parts] for name, form in linears.items()} == {  # type: ignore[attr-defined]
         "qkv": ["u4", "s5"],
         "o": ["u4"],
         "gate_up": ["u4"],
@@ -73,8 +73,8 @@ def test_a_files_blocks_are_kept_part_by_part_and_all_products_are_those_of_thei
     names = {"qkv": [f"self_attn.{part}_proj" for part in "qkv"], "o": ["self_attn.o_proj"]}
     names |= {"gate_up": ["mlp.gate_proj", "mlp.up_proj"], "down": ["mlp.down_proj"]}
     draw = torch.Generator().manual_seed(4)
-    for place, form in found.items():
-        weight = torch.cat([values(source, f"model.layers.1.{part}.weight") for part in names[place]])
+    for name, form in linears.items():
+        weight = torch.cat([values(source, f"model.layers.1.{part}.weight") for part in names[name]])
         torch.testing.assert_close(product(form), weight.T, rtol=1e-6, atol=1e-6)
         x, gain = torch.randn(3, form.in_features, generator=draw), torch.rand(form.in_features, generator=draw)
         norm = x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * gain
@@ -100,16 +100,16 @@ def test_groups_in_tiles_have_the_same_values(kind: str, size: int) -> None:
     rows_of_scale, groups = 64 if "blocks" in kind else 1, -(-columns // size)
     scales = torch.rand(-(-rows // rows_of_scale), groups, generator=draw).half()
     zeros = torch.randint(0, 1 << bits, (rows, groups), generator=draw, dtype=torch.uint8) if "zeros" in kind else None
-    held = codes if bits == 8 else packed(codes)
+    stored = codes if bits == 8 else packed(codes)
     if code == "e4m3":
-        held = codes.clamp(max=120).view(torch.float8_e4m3fn)
+        stored = codes.clamp(max=120).view(torch.float8_e4m3fn)
     if code == "e2m1":
         scales = torch.exp2((scales.float() * 8).round()).to(torch.float8_e8m0fnu)
     meaning = code if code.startswith("e") else "integer"
-    given = Groups(meaning, bits, held, scales, zeros, size, rows_of_scale)  # type: ignore[arg-type]
-    tiles = given.tiles()
+    weight_groups = Groups(meaning, bits, stored, scales, zeros, size, rows_of_scale)  # type: ignore[arg-type]
+    tiles = weight_groups.tiles()
     assert tiles is not None
-    torch.testing.assert_close(dequantized(tiles)[:, :columns], given.dequantized(), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(dequantized(tiles)[:, :columns], weight_groups.dequantized(), rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("quantize", ["int4", "fp8", "q8_0"])
@@ -118,9 +118,9 @@ def test_weights_that_are_rounded_while_they_are_read_are_tiles(quantize, checkp
     model = load_model(checkpoint("qwen3"), device="cpu", dtype="float32", quantize=quantize)
     assert isinstance(model, Decoder)
     assert isinstance(plain, Decoder)
-    for place, form in model.layers[0].linears.items():
-        assert isinstance(form, TiledLinear), (place, form)
-        weight = product(plain.layers[0].linears[place])
+    for name, form in model.layers[0].linears.items():
+        assert isinstance(form, TiledLinear), (name, form)
+        weight = product(plain.layers[0].linears[name])
         step = weight.abs().max() / {"int4": 7, "fp8": 14, "q8_0": 127}[quantize]
         assert (product(form) - weight).abs().max() <= step
 
@@ -143,20 +143,20 @@ def test_int8_weights_are_those_of_the_rounded_ones(checkpoint: Callable[[str], 
     tiled = load_model(checkpoint("qwen3"), device="cpu", dtype="float32", quantize="int8")
     assert isinstance(plain, Decoder)
     assert isinstance(tiled, Decoder)
-    for place, form in tiled.layers[0].linears.items():
+    for name, form in tiled.layers[0].linears.items():
         assert isinstance(form, Int8TiledLinear)
-        weight = product(plain.layers[0].linears[place]).T
+        weight = product(plain.layers[0].linears[name]).T
         scales = weight.abs().amax(1, keepdim=True) / 127
         torch.testing.assert_close(product(form), ((weight / scales).round() * scales).T, rtol=1e-6, atol=1e-7)
-        assert form.fused_form == FUSED_FORMS[place.rpartition(".")[2]]
+        assert form.fused_form == FUSED_FORMS[name.rpartition(".")[2]]
 
 
 def test_a_gated_product_of_few_rows_does_not_start_early() -> None:
     tiles = Groups("integer", 4, packed(torch.zeros(6, 64, dtype=torch.uint8)), torch.ones(6, 2), None, 32).tiles()
     assert tiles is not None
-    for place, rows, may in (("gate_up", 1, False), ("gate_up", 16, False), ("gate_up", 17, True), ("o", 1, True)):
+    for name, rows, may in (("gate_up", 1, False), ("gate_up", 16, False), ("gate_up", 17, True), ("o", 1, True)):
         counters = torch.zeros(8, dtype=torch.int32)
-        form = TiledLinear((6, 64), None, (tiles,), counters, 132, True, 9, False, FUSED_FORMS[place])
+        form = TiledLinear((6, 64), None, (tiles,), counters, 132, True, 9, False, FUSED_FORMS[name])
         config = form.choice(rows).config
         assert config is not None
         assert config.pdl == may
@@ -172,10 +172,10 @@ def test_a_step_with_tiles_can_be_captured_and_its_replay_is_eager(tmp_path: Pat
     for index, counters in enumerate(model.workspace):
         driven.buffers.adopt(f"counters_{index}", counters)
     constants = model.constants
-    held = {id(tensor) for tensor in constants}
+    ids = {id(tensor) for tensor in constants}
     tiles = [part.words for layer in model.layers for form in layer.linears.values() for part in form.parts]  # type: ignore[attr-defined]
     assert tiles
-    assert held >= {id(words) for words in tiles}
+    assert ids >= {id(words) for words in tiles}
     driven.assert_captured((1, 3), (3, 1, 4))
 
 
@@ -186,7 +186,7 @@ def test_four_bits_have_the_tokens_of_their_undone_weights_by_the_interpreted_ke
     path = quantized_file(tmp_path / "small.gguf", "llama", SMALL)
     texts, steps, launches = [[5, 6, 7], [65]], 2, 0
     plain = DrivenDecoder(load_model(path, device="cpu", dtype="float32"), 2, max_length=32)
-    kept = DrivenDecoder(load_model(path, device="cpu", dtype="float16", quantize="gguf"), 2, max_length=32)
+    packed = DrivenDecoder(load_model(path, device="cpu", dtype="float16", quantize="gguf"), 2, max_length=32)
 
     def by_the_kernel(
         out: torch.Tensor,
@@ -204,20 +204,20 @@ def test_four_bits_have_the_tokens_of_their_undone_weights_by_the_interpreted_ke
         nonlocal launches
         launches += 1
         partial = partial_sums(config, x, tiles.words.shape[1], counters)
-        given = config._replace(pdl=False)
-        tiled_linear_triton(out, x, tiles, bias, gain, partial, counters, eps, epilogue, scale, given)
+        late = config._replace(pdl=False)
+        tiled_linear_triton(out, x, tiles, bias, gain, partial, counters, eps, epilogue, scale, late)
 
     monkeypatch.setattr("graphdecode.linear.tiled_linear.tiled_linear", by_the_kernel)
-    for driven in (plain, kept):
+    for driven in (plain, packed):
         driven.prefill(texts, [0, 0])
     tokens = [70, 71]
     for step in range(steps):
         positions = [len(text) + step for text in texts]
-        expected, found = plain.decode(tokens, positions), kept.decode(tokens, positions).float()
-        errors = (found - expected).square().mean(-1).sqrt() / expected.std(-1)
+        expected, actual = plain.decode(tokens, positions), packed.decode(tokens, positions).float()
+        errors = (actual - expected).square().mean(-1).sqrt() / expected.std(-1)
         assert errors.max() < 12 * 2**-11
         tokens = expected.argmax(-1).tolist()
-        assert found.argmax(-1).tolist() == tokens
+        assert actual.argmax(-1).tolist() == tokens
     assert launches > 11 * steps  # QKV is of two types, so five a layer, and the head's
 
 
@@ -238,9 +238,9 @@ def test_a_layer_of_int8_weights_is_five_launches_on_a_gpu_and_reads_half_the_by
 def test_experts_of_a_file_are_tiles_too(tmp_path, forms_of_a_gpu, name, gate_up, down):
     types = {"gate_exps.weight": gate_up, "up_exps.weight": gate_up, "down_exps.weight": down}
     path = quantized_file(tmp_path / "small.gguf", name, types)
-    kept, plain = (load_model(path, device="cpu", dtype="float32", quantize=how) for how in ("gguf", None))
-    torch.testing.assert_close(logits(kept), logits(plain), rtol=1e-4, atol=1e-4)
-    for experts in experts_in(kept):
+    packed, plain = (load_model(path, device="cpu", dtype="float32", quantize=mode) for mode in ("gguf", None))
+    torch.testing.assert_close(logits(packed), logits(plain), rtol=1e-4, atol=1e-4)
+    for experts in experts_in(packed):
         assert type(experts.down) is ExpertTiles
         assert type(experts.gate_up) is (PlainExperts if gate_up == "F16" else ExpertTiles)
 
@@ -248,17 +248,17 @@ def test_experts_of_a_file_are_tiles_too(tmp_path, forms_of_a_gpu, name, gate_up
 @pytest.mark.parametrize("quantize", ["int8", "int4", "fp8", "q8_0"])
 def test_experts_that_are_rounded_while_they_are_read_are_tiles(tmp_path, forms_of_a_gpu, monkeypatch, quantize):
     random_model("gpt-oss").save_pretrained(tmp_path)
-    kept = load_model(tmp_path, device="cpu", dtype="float32", quantize=quantize)
+    packed = load_model(tmp_path, device="cpu", dtype="float32", quantize=quantize)
     monkeypatch.setattr(ExpertTiles, "load", classmethod(lambda *_arguments: None))
     undone = load_model(tmp_path, device="cpu", dtype="float32", quantize=quantize)
-    torch.testing.assert_close(logits(kept), logits(undone), rtol=3e-4, atol=3e-4)
-    for model, form in ((kept, ExpertTiles), (undone, PlainExperts)):
+    torch.testing.assert_close(logits(packed), logits(undone), rtol=3e-4, atol=3e-4)
+    for model, form in ((packed, ExpertTiles), (undone, PlainExperts)):
         assert all(type(each) is form for experts in experts_in(model) for each in (experts.gate_up, experts.down))
 
 
 def test_experts_in_groups_are_tiles_and_those_with_an_order_of_columns_are_undone(tmp_path, forms_of_a_gpu):
     for form, kind in (("int4 group with zeros", ExpertTiles), ("gptq desc_act", PlainExperts)):
         folders = write_pair(FORMS[form], tmp_path / form, "mixtral")
-        kept, plain = (load_model(folder, device="cpu", dtype="float32") for folder in folders)
-        torch.testing.assert_close(logits(kept), logits(plain), rtol=3e-4, atol=3e-4)
-        assert all(type(experts.gate_up) is type(experts.down) is kind for experts in experts_in(kept))
+        packed, plain = (load_model(folder, device="cpu", dtype="float32") for folder in folders)
+        torch.testing.assert_close(logits(packed), logits(plain), rtol=3e-4, atol=3e-4)
+        assert all(type(experts.gate_up) is type(experts.down) is kind for experts in experts_in(packed))

@@ -63,9 +63,9 @@ def adopted(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 def prompts() -> list[list[int]]:
     rng = random.Random(7)
-    given = [[rng.randrange(256) for _ in range(length)] for length in PROMPT_LENGTHS]
-    given[4][:SHARED] = given[3][:SHARED]
-    return given
+    texts = [[rng.randrange(256) for _ in range(length)] for length in PROMPT_LENGTHS]
+    texts[4][:SHARED] = texts[3][:SHARED]
+    return texts
 
 
 def answers_of_transformers(folder: Path) -> list[list[int]]:
@@ -135,20 +135,20 @@ def test_what_reads_on_the_host_is_refused_with_file_and_line_and_runs_eagerly(t
     settings: dict[str, Any] = {"dtype": "float32", "max_batch_size": 2, "model_impl": "transformers"}
     with pytest.raises(CaptureError) as caught:
         LLM(folder, **settings)
-    said = r"(?s)modeling_rope_utils\.py:\d+: Tensor\.__bool__.*can still be run without graphs: backend='eager'"
-    assert re.search(said, str(caught.value)), caught.value
+    message = r"(?s)modeling_rope_utils\.py:\d+: Tensor\.__bool__.*can still be run without graphs: backend='eager'"
+    assert re.search(message, str(caught.value)), caught.value
     with LLM(folder, backend="eager", **settings) as llm:
         assert tokens_of(llm) == answers_of_transformers(folder)
 
 
 def test_a_familys_model_runs_either_way(tmp_path: Path) -> None:
     folder = save_random(LlamaConfig(**TINY.grouped()), tmp_path)
-    found = {}
+    tokens = {}
     for impl in ("auto", "transformers"):
         with LLM(folder, dtype="float32", max_batch_size=4, model_impl=impl) as llm:
-            found[type(llm.model)] = tokens_of(llm)
-    assert found.keys() == {Decoder, ModuleDecoder}
-    assert found[Decoder] == found[ModuleDecoder]
+            tokens[type(llm.model)] = tokens_of(llm)
+    assert tokens.keys() == {Decoder, ModuleDecoder}
+    assert tokens[Decoder] == tokens[ModuleDecoder]
     described = [describe_model(folder, model_impl=impl) for impl in ("native", "transformers")]
     for name in ("architecture", "vocab_size", "num_key_value_heads", "head_dim", "max_position_embeddings", "dtype"):
         assert getattr(described[0], name) == getattr(described[1], name)
@@ -156,7 +156,7 @@ def test_a_familys_model_runs_either_way(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "why"),
+    ("config", "says"),
     [
         (GPTJConfig(vocab_size=259, n_embd=64, n_layer=1, n_head=4, rotary_dim=8), "AttentionInterface"),
         (BloomConfig(vocab_size=259, hidden_size=64, n_layer=1, n_head=4), "position_ids"),
@@ -164,17 +164,19 @@ def test_a_familys_model_runs_either_way(tmp_path: Path) -> None:
     ],
     ids=lambda given: type(given).__name__ if not isinstance(given, str) else "",
 )
-def test_what_needs_another_cache_is_refused_before_its_weights_are_read(tmp_path: Path, config: Any, why: str) -> None:
+def test_what_needs_another_cache_is_refused_before_its_weights_are_read(
+    tmp_path: Path, config: Any, says: str
+) -> None:
     with torch.device("meta"):
         architecture = type(AutoModelForCausalLM.from_config(config)).__name__
     config.architectures = [architecture]
     config.save_pretrained(tmp_path)
-    with pytest.raises(UnsupportedModelError, match=f"{architecture} .*{why}"):
+    with pytest.raises(UnsupportedModelError, match=f"{architecture} .*{says}"):
         describe_model(tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("config", "architecture", "why"),
+    ("config", "architecture", "says"),
     [
         (Qwen3VLMoeConfig(), "Qwen3VLMoeForConditionalGeneration", "images"),
         (MllamaConfig(), "MllamaForConditionalGeneration", "images"),
@@ -187,10 +189,10 @@ def test_what_needs_another_cache_is_refused_before_its_weights_are_read(tmp_pat
     ],
     ids=lambda given: given if isinstance(given, str) else "",
 )
-def test_what_is_no_causal_decoder_of_text_is_refused_with_the_reason(tmp_path, config, architecture, why):
+def test_what_is_no_causal_decoder_of_text_is_refused_with_the_reason(tmp_path, config, architecture, says):
     config.architectures = [architecture]
     config.save_pretrained(tmp_path)
-    with pytest.raises(UnsupportedModelError, match=f"{architecture}.* {why}"):
+    with pytest.raises(UnsupportedModelError, match=f"{architecture}.* {says}"):
         describe_model(tmp_path)
 
 

@@ -83,14 +83,14 @@ def tokens_of(llm: LLM, **options: Any) -> list[list[int]]:
     return greedy_tokens(llm, PROMPTS, 8, **options)
 
 
-def check_updates(first: Path, second: Path, given: Any = None, **options: Any) -> None:
+def check_updates(first: Path, second: Path, update: Any = None, **options: Any) -> None:
     """Check that an update gives the tokens of an engine of its own, there and back, without a capture."""
     with make(second, **options) as other:
-        wanted = tokens_of(other)
+        expected = tokens_of(other)
     with make(first, **options) as llm:
-        own, captured, addresses = tokens_of(llm), dict(llm.graphs.graphs), [t.data_ptr() for t in addressed(llm)]
-        assert own != wanted
-        for weights, tokens in ((second, wanted), (first, own), (second if given is None else given, wanted)):
+        before, captured, addresses = tokens_of(llm), dict(llm.graphs.graphs), [t.data_ptr() for t in addressed(llm)]
+        assert before != expected
+        for weights, tokens in ((second, expected), (first, before), (second if update is None else update, expected)):
             llm.update_weights(weights)
             assert tokens_of(llm) == tokens, f"after {type(weights).__name__}"
         assert llm.graphs.graphs == captured
@@ -152,18 +152,18 @@ def test_tensors_that_are_not_named_are_those_of_the_last_files(pair, tmp_path):
     names = [f"model.layers.1.self_attn.{each}_proj.weight" for each in "qo"]
     tensors = load_file(first / FILE)
     mixed = flipped(first, tmp_path / "mixed")
-    given = {name: each for name, each in load_file(second / FILE).items() if name in names}
-    save_file(tensors | given, mixed / FILE, {"format": "pt"})
+    update = {name: each for name, each in load_file(second / FILE).items() if name in names}
+    save_file(tensors | update, mixed / FILE, {"format": "pt"})
     with make(mixed) as llm:
-        wanted = tokens_of(llm)
+        expected = tokens_of(llm)
     with make(first) as llm:
-        llm.update_weights(given)  # one part of a fused product, and a product of its own
-        assert tokens_of(llm) == wanted
+        llm.update_weights(update)  # one part of a fused product, and a product of its own
+        assert tokens_of(llm) == expected
         with pytest.raises(ArgumentError, match=f"{names[1]} was given before and is in no file: name it again"):
-            llm.update_weights({names[0]: given[names[0]]})
-        assert tokens_of(llm) == wanted
-        llm.update_weights(given | {"lm_head.weight": tensors["lm_head.weight"]})
-        assert tokens_of(llm) == wanted
+            llm.update_weights({names[0]: update[names[0]]})
+        assert tokens_of(llm) == expected
+        llm.update_weights(update | {"lm_head.weight": tensors["lm_head.weight"]})
+        assert tokens_of(llm) == expected
 
 
 def test_a_tied_head_of_an_adopted_module_is_the_embedding(tmp_path):
@@ -171,13 +171,13 @@ def test_a_tied_head_of_an_adopted_module_is_the_embedding(tmp_path):
     table = load_file(first / FILE)["model.embed_tokens.weight"]
     other = table.flip(0).contiguous()
     with make(first) as llm:
-        own = tokens_of(llm)
+        before = tokens_of(llm)
         with pytest.raises(ArgumentError, match=r"lm_head\.weight differs from model\.embed_tokens\.weight"):
             llm.update_weights({"lm_head.weight": other})
         llm.update_weights({"lm_head.weight": table})
-        assert tokens_of(llm) == own
+        assert tokens_of(llm) == before
         llm.update_weights({"lm_head.weight": other, "model.embed_tokens.weight": other})
-        assert tokens_of(llm) != own
+        assert tokens_of(llm) != before
 
 
 def test_a_model_with_fewer_tensors_is_no_update():
@@ -185,9 +185,9 @@ def test_a_model_with_fewer_tensors_is_no_update():
         return SimpleNamespace(products=lambda: iter(()), constants=[torch.ones(1)] * count, cache_scales=[])
 
     check_layout(of(2), of(2))
-    for held, other in ((1, 2), (2, 1)):
+    for count, other in ((1, 2), (2, 1)):
         with pytest.raises(ArgumentError, match="tensor 1 is stored or quantized otherwise"):
-            check_layout(of(held), of(other))
+            check_layout(of(count), of(other))
 
 
 def test_an_update_drops_prefixes_and_adapters_are_written_again(pair, tmp_path):
@@ -196,18 +196,18 @@ def test_an_update_drops_prefixes_and_adapters_are_written_again(pair, tmp_path)
     save_peft(tmp_path / "adapter", model, linear_weights(model), rank=4)
     request = LoRARequest("one", 1, tmp_path / "adapter")
     with make(second, max_adapters=1) as other:
-        wanted = tokens_of(other, lora_request=request)
+        expected = tokens_of(other, lora_request=request)
     with make(first, max_adapters=1) as llm:
-        assert tokens_of(llm, lora_request=request) != wanted
+        assert tokens_of(llm, lora_request=request) != expected
         for weights in (second, first, second):
             llm.update_weights(weights)
         output = llm.generate([PROMPTS[1]], GREEDY, use_tqdm=False, lora_request=request)[0]
         assert output.metrics.num_cached_tokens == 0
-        assert tokens_of(llm, lora_request=request) == wanted
+        assert tokens_of(llm, lora_request=request) == expected
         llm.sleep(level=2)
         llm.wake_up()
         llm.update_weights(second)
-        assert tokens_of(llm, lora_request=request) == wanted
+        assert tokens_of(llm, lora_request=request) == expected
 
 
 @pytest.fixture(scope="module")
@@ -238,33 +238,33 @@ def test_ranks_are_updated_and_sleep_together_and_what_one_refuses_changes_none(
         engine.adapters.load("one", tmp_path / "adapter")
         return engine
 
-    def both(engine: Engine) -> list[list[list[int]]]:
+    def with_and_without(engine: Engine) -> list[list[list[int]]]:
         return [tokens_of_engine(engine), tokens_of_engine(engine, "one")]
 
     alone = load(second)
-    wanted = both(alone)
+    expected = with_and_without(alone)
     alone.close()
     engine = load(first, tensor_parallel_size=2)
-    own, captured, given = both(engine), dict(engine.graphs.graphs), load_file(second / FILE)
-    assert own != wanted
+    before, captured, update = with_and_without(engine), dict(engine.graphs.graphs), load_file(second / FILE)
+    assert before != expected
     name = "model.layers.1.self_attn.o_proj.weight"  # each rank has half of its columns
     for column in (0, 63):
-        broken = {name: given[name].clone()}
+        broken = {name: update[name].clone()}
         broken[name][5, column] = torch.nan
         with pytest.raises(ValueError, match=f"{name} has numbers that are not finite"):
             engine.update_weights(broken)
-        assert both(engine) == own
+        assert with_and_without(engine) == before
     with pytest.raises(ValueError, match="no-such-folder"):
         engine.update_weights("./no-such-folder")
-    for weights, tokens in ((second, wanted), (first, own), (given.items(), wanted)):
+    for weights, tokens in ((second, expected), (first, before), (update.items(), expected)):
         engine.update_weights(weights)
-        assert both(engine) == tokens
+        assert with_and_without(engine) == tokens
     for level in (1, 2):
         assert engine.sleep(level) > 0
         engine.wake_up()
         if level == 2:
             engine.update_weights(second)
-        assert both(engine) == wanted
+        assert with_and_without(engine) == expected
     assert engine.graphs.graphs == captured
     engine.close()
 
@@ -306,8 +306,8 @@ def test_what_does_not_fit_is_refused_by_name_and_nothing_changes(small, weights
 def test_folders_that_do_not_fit_are_refused_and_nothing_changes(small, pair, tmp_path):
     second, before = pair("llama-2")[1], unchanged(small)
     missing = flipped(second, tmp_path / "missing")
-    kept = {name: tensor for name, tensor in load_file(second / FILE).items() if name != NORM}
-    save_file(kept, missing / FILE, {"format": "pt"})
+    tensors = {name: tensor for name, tensor in load_file(second / FILE).items() if name != NORM}
+    save_file(tensors, missing / FILE, {"format": "pt"})
     with pytest.raises(ValueError, match=f"missing: {NORM}"):
         small.update_weights(missing)
     cut = flipped(second, tmp_path / "cut")
@@ -323,14 +323,14 @@ def test_folders_that_do_not_fit_are_refused_and_nothing_changes(small, pair, tm
 
 
 def test_running_requests_are_not_disturbed(small):
-    wanted = tokens_of(small)
+    expected = tokens_of(small)
     stream = small.stream(PROMPTS[0], GREEDY)
     small.step()
     for change in (lambda: small.update_weights({NORM: torch.ones(64)}), small.sleep, lambda: small.sleep(2)):
         with pytest.raises(EngineStateError, match=r"is for an engine without requests, and 1 are running or waiting"):
             change()
     list(stream)
-    assert stream.request.outputs[0].token_ids == wanted[0]
+    assert stream.request.outputs[0].token_ids == expected[0]
 
 
 def test_requests_of_other_threads_see_one_set_of_weights(pair):
@@ -338,11 +338,11 @@ def test_requests_of_other_threads_see_one_set_of_weights(pair):
     with make(second) as other:
         new = tokens_of(other)
     with make(first) as llm:
-        old, seen, done = tokens_of(llm), [], threading.Event()
+        old, answers, done = tokens_of(llm), [], threading.Event()
 
         def ask() -> None:
             while not done.is_set():
-                seen.append(tokens_of(llm))
+                answers.append(tokens_of(llm))
                 time.sleep(0.01)
 
         thread = threading.Thread(target=ask)
@@ -356,8 +356,8 @@ def test_requests_of_other_threads_see_one_set_of_weights(pair):
         done.set()
         thread.join()
         assert tokens_of(llm) == new
-        count = seen.count(old)
-        assert seen == [old] * count + [new] * (len(seen) - count)
+        count = answers.count(old)
+        assert answers == [old] * count + [new] * (len(answers) - count)
 
 
 def resident() -> int:
@@ -379,7 +379,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Any:
 @pytest.mark.parametrize("level", [1, 2])
 def test_sleep_gives_back_what_it_says_and_tokens_are_the_same_afterwards(large, level):
     folder, llm = large
-    wanted, captured, addresses = tokens_of(llm), dict(llm.graphs.graphs), [t.data_ptr() for t in addressed(llm)]
+    before_sleep, captured, addresses = tokens_of(llm), dict(llm.graphs.graphs), [t.data_ptr() for t in addressed(llm)]
     cache = [tensor for layer in llm.cache.layers for tensor in layer]
     for tensor in cache:
         tensor.fill_(1.0)  # resident: a cache in use
@@ -400,7 +400,7 @@ def test_sleep_gives_back_what_it_says_and_tokens_are_the_same_afterwards(large,
         llm.stream(PROMPTS[0], GREEDY)
     llm.wake_up()
     outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
-    assert [output.outputs[0].token_ids for output in outputs] == wanted
+    assert [output.outputs[0].token_ids for output in outputs] == before_sleep
     assert [output.metrics.num_cached_tokens for output in outputs] == [0, 0, 0]
     assert llm.graphs.graphs == captured
     assert [t.data_ptr() for t in addressed(llm)] == addresses
@@ -408,16 +408,16 @@ def test_sleep_gives_back_what_it_says_and_tokens_are_the_same_afterwards(large,
 
 def test_weights_that_were_dropped_have_to_come_back_before_a_request(large):
     folder, llm = large
-    wanted = tokens_of(llm)
+    expected = tokens_of(llm)
     llm.wake_up()  # awake already
-    assert tokens_of(llm) == wanted
+    assert tokens_of(llm) == expected
     llm.sleep()
     llm.sleep(level=2)  # deeper
     llm.wake_up(["kv_cache", "weights"])
     with pytest.raises(EngineStateError, match=r"sleep\(level=2\) has dropped the weights: update_weights"):
         tokens_of(llm)
     llm.update_weights(load_file(folder / FILE))
-    assert tokens_of(llm) == wanted
+    assert tokens_of(llm) == expected
 
 
 def test_levels_tags_engines_and_devices_that_there_are_not(small, monkeypatch):

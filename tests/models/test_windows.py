@@ -32,30 +32,30 @@ Answer = tuple[list[int], list[Any]]
 def requests(seed: int, count: int) -> list[Request]:
     """Prompts shorter and longer than a window, many of them going on from an earlier one."""
     rng = random.Random(seed)
-    found: list[Request] = []
+    made_requests: list[Request] = []
     for index in range(count):
-        own = [rng.randrange(256) for _ in range(rng.choice([1, 2, 7, 19, 20, 21, 40, 90]))]
-        before = rng.choice(found).prompt_token_ids if found and rng.random() < 0.5 else []
-        prompt = [*before, *own][:140]
+        text = [rng.randrange(256) for _ in range(rng.choice([1, 2, 7, 19, 20, 21, 40, 90]))]
+        before = rng.choice(made_requests).prompt_token_ids if made_requests and rng.random() < 0.5 else []
+        prompt = [*before, *text][:140]
         if rng.random() < 0.3:
-            prompt = [own[0], own[-1]] * 12  # which drafts are found in
+            prompt = [text[0], text[-1]] * 12  # which drafts are found in
         params = SamplingParams(
             temperature=rng.choice([0.0, 0.8]), seed=index, max_tokens=rng.choice([3, 30, 90]), logprobs=1,
             ignore_eos=True, prompt_logprobs=rng.choice([None, None, None, 0]),
         )  # fmt: skip
-        found.append(Request(prompt, params))
-    return found
+        made_requests.append(Request(prompt, params))
+    return made_requests
 
 
-def answers(engine: Engine, given: Sequence[Request], rng: random.Random | None = None) -> tuple[list[Answer], int]:
+def answers(engine: Engine, batch: Sequence[Request], rng: random.Random | None = None) -> tuple[list[Answer], int]:
     """Answer requests at once or as they come, among some that are given up; return how many found a prefix, too."""
-    waiting, strangers, reused = list(enumerate(given)), [], set()
-    found: dict[int, Answer] = {}
-    places: dict[int, int] = {}
+    waiting, strangers, reused = list(enumerate(batch)), [], set()
+    answers_by_index: dict[int, Answer] = {}
+    index_of: dict[int, int] = {}
     while waiting or engine.has_work:
         while waiting and (rng is None or rng.random() < 0.2):
             index, request = waiting.pop(0)
-            places[engine.add(request)], found[index] = index, ([], [])
+            index_of[engine.add(request)], answers_by_index[index] = index, ([], [])
         if rng is not None and rng.random() < 0.05:
             strangers.append(engine.add(Request([97, 98] * 20, SamplingParams(max_tokens=60, ignore_eos=True))))
         if rng is not None and strangers and rng.random() < 0.05:
@@ -64,11 +64,11 @@ def answers(engine: Engine, given: Sequence[Request], rng: random.Random | None 
             assert event.error is None
             if event.metrics.num_cached_tokens:
                 reused.add(event.request_id)
-            if event.request_id in places:
-                tokens, logprobs = found[places[event.request_id]]
+            if event.request_id in index_of:
+                tokens, logprobs = answers_by_index[index_of[event.request_id]]
                 tokens += event.token_ids
                 logprobs += [*(event.prompt_logprobs or []), *(event.logprobs or [])]
-    return [found[index] for index in range(len(given))], len(reused)
+    return [answers_by_index[index] for index in range(len(batch))], len(reused)
 
 
 def engine_of(decoder: Any, **settings: Any) -> Engine:
@@ -85,13 +85,13 @@ def alone(checkpoint: Callable[[str], Path]) -> Callable[[str, str], tuple[Any, 
     def make(name: str, kv_cache_dtype: str) -> Any:
         sizes = {"max_sequence_length": LENGTH, "batch_invariant": True}
         decoder = load_model(checkpoint(name), device="cpu", dtype="float32", **sizes)
-        given, expected = requests(5, 20), []
+        batch, expected = requests(5, 20), []
         settings = {"max_batch_size": 1, "max_prefill_tokens": 512, "prefix_cache": False}
         engine = engine_of(decoder, kv_cache_dtype=kv_cache_dtype, **settings)
         assert engine.cache.rolling is None  # a ring of such passes is no shorter than a row
-        for request in given:
+        for request in batch:
             expected += answers(engine, [request])[0]
-        return decoder, given, expected
+        return decoder, batch, expected
 
     return make
 
@@ -116,13 +116,21 @@ PAIRS = [  # of names and settings, each with some of the other; all are slow
 @compiled_or_gpu
 @pytest.mark.parametrize(("name", "settings"), PAIRS)
 def test_rolling_pages_change_no_bit_of_an_answer(alone: Any, name: str, settings: dict[str, Any]) -> None:
-    decoder, given, expected = alone(name, settings.get("kv_cache_dtype", "auto"))
+    decoder, batch, expected = alone(name, settings.get("kv_cache_dtype", "auto"))
     engine = engine_of(decoder, **settings)
     assert engine.cache.rolling is not None
     for seed in (None, 1, 2):
-        found, reused = answers(engine, given, None if seed is None else random.Random(seed))
-        wrong = [index for index in range(len(given)) if found[index] != expected[index]]
-        assert not wrong, (name, settings, seed, wrong[0], given[wrong[0]], found[wrong[0]], expected[wrong[0]])
+        actual, reused = answers(engine, batch, None if seed is None else random.Random(seed))
+        wrong = [index for index in range(len(batch)) if actual[index] != expected[index]]
+        assert not wrong, (
+            name,
+            settings,
+            seed,
+            wrong[0],
+            batch[wrong[0]],
+            actual[wrong[0]],
+            expected[wrong[0]],
+        )
         if "speculation" not in settings:  # whose steps may have written past the window of a ring as short as here
             assert (reused > 0) == settings.get("prefix_cache", True)
     assert (engine.num_preemptions > 0) == ("total_num_pages" in settings)
@@ -165,11 +173,11 @@ def test_padding_and_rows_of_nobody_write_to_no_ring(checkpoint: Callable[[str],
                 for event in engine.step():
                     tokens.setdefault(event.request_id, []).extend(event.token_ids)
             answers_of.append(list(tokens.values()))
-            own = {page for row in range(4) for page in llm.cache.rolling.ring(row)}
+            ring_pages = {page for row in range(4) for page in llm.cache.rolling.ring(row)}
             for layer in llm.cache.layers:
                 used = [page for page in range(layer.keys.shape[0] - 1) if layer.keys[page].any()]
                 assert layer.keys.isfinite().all() or poisons
-                assert set(used) <= own or not layer.is_rolling
+                assert set(used) <= ring_pages or not layer.is_rolling
     assert answers_of[0] == answers_of[1]
 
 
@@ -195,8 +203,8 @@ def test_keys_and_values_of_32k_tokens_take_a_part_of_what_full_pages_take(name:
     settings, share = SHAPES[name]
     config = BucketConfig(max_batch_size=8, max_sequence_length=32768)
     prefill_tokens = EngineConfig().prefill_tokens(device_type)
-    given = (EngineConfig(config, prefill_tokens), config_of(settings), torch.bfloat16, torch.device("cpu"))
-    full, rolling = (plan_capacity(*given, available_bytes=2**45, may_roll=rolls) for rolls in (False, True))
+    arguments = (EngineConfig(config, prefill_tokens), config_of(settings), torch.bfloat16, torch.device("cpu"))
+    full, rolling = (plan_capacity(*arguments, available_bytes=2**45, may_roll=rolls) for rolls in (False, True))
     assert full.rolling is None
     assert full.cache_bytes == (full.total_num_pages + 1) * full.page_bytes
     assert rolling.total_num_pages == full.total_num_pages == 8 * 2048
@@ -217,13 +225,13 @@ LATENT_SHAPES = {  # and the share of expanded keys and values that latent keys 
 def test_latent_keys_take_a_part_of_what_expanded_ones_take(name: str) -> None:
     settings, share = LATENT_SHAPES[name]
     config, settings_of = config_of(settings), partial(EngineConfig, BucketConfig(max_batch_size=8), 512)
-    given = {"model": config, "dtype": torch.bfloat16, "device": torch.device("cpu"), "available_bytes": 2**40}
-    capacity = plan_capacity(settings_of(), **given)
+    arguments = {"model": config, "dtype": torch.bfloat16, "device": torch.device("cpu"), "available_bytes": 2**40}
+    capacity = plan_capacity(settings_of(), **arguments)
     assert capacity.token_bytes == 4 * (512 + 64) * 2  # of four layers
     channels = settings["qk_nope_head_dim"] + 64 + settings["v_head_dim"]
     assert capacity.token_bytes <= share * 4 * config.num_attention_heads * channels * 2
     with pytest.raises(ValueError, match=f"kv_cache_dtype='fp8' cannot be had: {config.architecture} has latent keys"):
-        plan_capacity(settings_of(kv_cache_dtype="fp8"), **given)
+        plan_capacity(settings_of(kv_cache_dtype="fp8"), **arguments)
 
 
 @pytest.mark.parametrize("name", ["gemma3", "gemma4-inputs", "gpt-oss"])
@@ -245,31 +253,31 @@ def test_the_plan_of_memory_counts_both_kinds_of_layers(checkpoint: Callable[[st
     arguments = ["buckets", str(tmp_path / "b.toml"), "--model", str(checkpoint("gemma3")), "--dtype", "float32"]
     result = CliRunner().invoke(app, arguments, catch_exceptions=False, standalone_mode=False, env={"COLUMNS": "160"})
     cells = [[cell.strip() for cell in line.split("│")] for line in result.output.splitlines() if line.startswith("│")]
-    found = {line[1]: line for line in cells if len(line) == 5 and "." in line[2]}
+    lines = {line[1]: line for line in cells if len(line) == 5 and "." in line[2]}
     page = 2 * 2 * 256 * 4 * 4  # keys and values, heads, channels, tokens, float32
-    assert float(found["key-value cache"][2]) == pytest.approx((8 * 64 + 1) * page / 2**20, abs=0.06)
-    assert float(found["of windows"][2]) == pytest.approx(2 * (8 * 9 + 1) * page / 2**20, abs=0.06)
-    assert "9 pages a row for 2 layers with a window" in found["of windows"][3]
+    assert float(lines["key-value cache"][2]) == pytest.approx((8 * 64 + 1) * page / 2**20, abs=0.06)
+    assert float(lines["of windows"][2]) == pytest.approx(2 * (8 * 9 + 1) * page / 2**20, abs=0.06)
+    assert "9 pages a row for 2 layers with a window" in lines["of windows"][3]
 
 
 def test_pages_roll_only_where_that_takes_less_memory(checkpoint: Callable[[str], Path]) -> None:
     model = load_model(checkpoint("gemma3"), device="cpu", dtype="float32", max_sequence_length=LENGTH).config
     settings = EngineConfig(BucketConfig(max_batch_size=4, max_sequence_length=LENGTH, page_size=4), 7)
-    given = (model, torch.float32, torch.device("cpu"))
+    sizes = (model, torch.float32, torch.device("cpu"))
     ring = -(-(19 + 7 + 1) // 4)
     for pages, rolls in ((4 * ring, False), (4 * ring + 1, True)):
-        found = plan_capacity(settings.with_settings(total_num_pages=pages), *given)
-        assert (found.rolling is not None) == rolls
-        assert found.total_num_pages == pages
+        capacity = plan_capacity(settings.with_settings(total_num_pages=pages), *sizes)
+        assert (capacity.rolling is not None) == rolls
+        assert capacity.total_num_pages == pages
     least = 10**9
     for available in range(10_000, 4_000_000, 30_000):  # more memory never gives fewer pages, and all of it suffices
         try:
-            found, full = (
-                plan_capacity(settings, *given, available_bytes=available, may_roll=rolls) for rolls in (True, False)
+            capacity, full = (
+                plan_capacity(settings, *sizes, available_bytes=available, may_roll=rolls) for rolls in (True, False)
             )
         except ValueError:
             continue
-        assert found.cache_bytes <= 0.9 * available
-        assert found.total_num_pages >= full.total_num_pages
-        least = min(least, found.total_num_pages)
+        assert capacity.cache_bytes <= 0.9 * available
+        assert capacity.total_num_pages >= full.total_num_pages
+        least = min(least, capacity.total_num_pages)
     assert least < 10
