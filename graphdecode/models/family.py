@@ -31,13 +31,14 @@ class Family(ABC):
     """One architecture: its configuration, weight map and layers."""
 
     architecture: ClassVar[str]  # Hugging Face's name in config.json
+    defaults: ClassVar[dict[str, Any]] = {}  # transformers' defaults of fields that a config.json may leave out
     norm_offset: ClassVar[float] = 0.0  # added to all norm weights; 1 if checkpoints store `weight - 1`
     stack_layout: ClassVar[StackLayout] = StackLayout()  # of stacked experts
     experts_separate: ClassVar[bool] = True  # whether transformers reads a tensor for each expert, too
 
     @abstractmethod
     def config(self, settings: dict[str, Any]) -> ModelConfig:
-        """Return the configuration, from the fields of config.json.
+        """Return the configuration, from the fields of config.json and `defaults`, which it may change.
 
         Raises:
             UnsupportedModelError: a field is missing, invalid or not supported.
@@ -139,7 +140,8 @@ def family_of(architecture: object) -> Family:
 def config_of(settings: dict[str, Any]) -> ModelConfig:
     """Return the configuration, from the fields of config.json."""
     names = settings.get("architectures")
-    return family_of(names[0] if isinstance(names, list) and names else names).config(settings)
+    family = family_of(names[0] if isinstance(names, list) and names else names)
+    return family.config(family.defaults | settings)
 
 
 def outer_weights(

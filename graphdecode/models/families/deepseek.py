@@ -170,7 +170,6 @@ class DeepseekV3(Sparse):
     }
 
     def config(self, settings: dict[str, Any]) -> LatentConfig:
-        settings = self.defaults | settings
         rank, rope_dim = count(settings, "kv_lora_rank"), count(settings, "qk_rope_head_dim")
         nope_dim = count(settings, "qk_nope_head_dim")
         config = super().config(settings | {"head_dim": rope_dim, "num_key_value_heads": 1})
@@ -314,7 +313,6 @@ class DeepseekV2(DeepseekV3):
     }
 
     def config(self, settings: dict[str, Any]) -> LatentConfig:
-        settings = self.defaults | settings
         if choice(settings, "topk_method", ("greedy", "group_limited_greedy")) == "greedy":
             settings |= {"n_group": 1, "topk_group": 1}
         if flag(settings, "mlp_bias", False):

@@ -38,8 +38,7 @@ class Gemma2(Llama):
     def config(self, settings: dict[str, Any]) -> ModelConfig:
         if settings.get("use_bidirectional_attention"):
             raise UnsupportedModelError("use_bidirectional_attention is not supported; a token sees those before it")
-        merged = self.defaults | settings
-        return super().config(merged | {"hidden_act": merged["hidden_activation"]})
+        return super().config(settings | {"hidden_act": settings["hidden_activation"]})
 
     def options(self, settings: dict[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
         return super().options(settings, fields) | {

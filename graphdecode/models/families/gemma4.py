@@ -204,7 +204,6 @@ class Gemma4(Sparse, Gemma2):
     }
 
     def config(self, settings: dict[str, Any]) -> Gemma4Config:
-        settings = self.defaults | settings
         if settings.get("use_bidirectional_attention") == "vision":  # for text, attention is causal
             settings["use_bidirectional_attention"] = None
         if isinstance(settings.get("layer_types"), list):  # the last layer never has a window

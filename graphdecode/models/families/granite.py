@@ -56,7 +56,6 @@ class GraniteHybrid(Granite, Sparse, Mamba2Hybrid):
     )
 
     def config(self, settings: dict[str, Any]) -> ModelConfig:
-        settings = self.defaults | settings
         if count(settings, "num_local_experts", 0, least=0) == 0:  # each layer has only the shared MLP
             settings["intermediate_size"] = count(settings, "shared_intermediate_size")
         return super().config(settings)

@@ -47,7 +47,6 @@ class Lfm2(Hybrid):
     }
 
     def config(self, settings: dict[str, Any]) -> ModelConfig:
-        settings = self.defaults | settings
         settings |= {"rms_norm_eps": settings["norm_eps"], "intermediate_size": _intermediate_size(settings)}
         settings["tie_word_embeddings"] = settings.get("tie_embedding", settings["tie_word_embeddings"])
         return super().config(settings)

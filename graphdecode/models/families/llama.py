@@ -18,7 +18,7 @@ class Llama(Family):
     """Llama 1 to 3, and models of the same architecture."""
 
     architecture = "LlamaForCausalLM"
-    # transformers' defaults of config.json; Llama's apply to fields that a family does not name
+    # they apply to fields that a subclass does not name, too
     defaults: ClassVar[dict[str, Any]] = {"max_position_embeddings": 2048, "hidden_act": "silu"}
     has_partial_rotary: ClassVar[bool] = False  # whether partial rotation is supported
     # biases of products -> the field of config.json that enables them, or a constant
@@ -33,7 +33,7 @@ class Llama(Family):
     final_norm: ClassVar[str] = "model.norm"  # module of the final norm
 
     def config(self, settings: dict[str, Any]) -> ModelConfig:
-        settings = Llama.defaults | self.defaults | settings
+        settings = Llama.defaults | settings
         fields = common_fields(settings, may_be_partial=self.has_partial_rotary)
         fields["windows"] = self.windows(settings, fields["num_hidden_layers"])
         fields |= self.options(settings, fields)

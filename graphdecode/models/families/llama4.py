@@ -91,7 +91,6 @@ class Llama4(Sparse):
     }
 
     def config(self, settings: dict[str, Any]) -> Llama4Config:
-        settings = self.defaults | settings
         width, layers = settings["intermediate_size"], count(settings, "num_hidden_layers")
         kinds, step = settings.get("layer_types"), settings.get("interleave_moe_layer_step")
         sparse = layer_numbers(settings, "moe_layers")

@@ -61,7 +61,6 @@ class Mamba2Family(Mamba2Hybrid):
     }
 
     def config(self, settings: dict[str, Any]) -> ModelConfig:
-        settings = self.defaults | settings
         names = {
             "mamba_n_heads": "num_heads",
             "mamba_n_groups": "n_groups",

@@ -70,7 +70,6 @@ class NemotronH(Mamba2Family):
 
     def config(self, settings: dict[str, Any]) -> ModelConfig:
         """Read the fields of config.json; `num_hidden_layers` and `tie_word_embeddings` are ignored."""
-        settings = self.defaults | settings
         settings |= {ours: settings[older] for older, ours in _OLDER_NAMES.items() if older in settings}
         choice(settings, "mlp_hidden_act", ("relu2",))
         settings |= {
