@@ -5,10 +5,10 @@ import json
 import platform
 import tempfile
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 
@@ -51,7 +51,7 @@ class ChoiceCache:
 
     def __init__(self, folder: Path | None = None) -> None:
         self._folder = folder
-        self._own: dict[str, Any] = {}
+        self._written: dict[str, Any] = {}
 
     @cached_property
     def _file(self) -> Path:
@@ -67,8 +67,8 @@ class ChoiceCache:
 
     def put(self, key: str, value: Any) -> None:
         """Store a JSON value; entries of other processes are kept."""
-        self._own[key] = value
-        self._choices = self._read() | self._own  # own entries again: a concurrent write may have dropped them
+        self._written[key] = value
+        self._choices = self._read() | self._written  # these again: a concurrent write may have dropped them
         with suppress(OSError):
             self._file.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.NamedTemporaryFile("w", dir=self._file.parent, suffix=".tmp", delete=False) as file:
@@ -111,18 +111,27 @@ class LinearChoice:
         return cls(path, config, round(times[name] * 1e6, 2), round(nbytes / times[name] / 1e9, 1), second, second_us)
 
     @classmethod
-    def from_dict(cls, plain: Mapping[str, Any]) -> Self:
-        """Inverse of `dataclasses.asdict`; TypeError for other dicts."""
-        config = plain.get("config")
-        return cls(**{**plain, "config": None if config is None else SmallLinearConfig(*config)})
+    def from_dict(cls, stored: Any) -> Self | None:
+        """Inverse of `dataclasses.asdict`; None for anything else, such as a damaged file's."""
+        try:
+            config = None if stored["config"] is None else SmallLinearConfig(*stored["config"])
+            choice = cls(**stored | {"config": config})
+            kind, *sizes = config or ("dot",)
+        except (KeyError, TypeError):
+            return None
+        numbers = (choice.us, choice.gb_per_s, choice.runner_up_us)
+        is_possible = (
+            choice.path == ("small" if config else "plain")
+            and kind in KINDS
+            and all(isinstance(size, int) for size in sizes)
+            and all(isinstance(number, float | int | None) for number in numbers)
+        )
+        return choice if is_possible else None
 
     def as_report(self) -> dict[str, Any]:
         """Return the fields that are not None, for the capture report."""
         known = {name: value for name, value in vars(self).items() if value is not None}
         return known | ({} if self.config is None else {"config": str(self.config)})
-
-
-Choices = dict[int, LinearChoice]  # rows -> choice
 
 
 class LinearTuner:
@@ -132,7 +141,7 @@ class LinearTuner:
     """
 
     def __init__(self, cache: ChoiceCache | None = None) -> None:
-        self.choices: dict[str, Choices] = {}  # by device, shape, dtype, bias, rows and versions
+        self._choices: dict[str, LinearChoice] = {}  # by device, shape, dtype, bias, rows and versions
         self._cache = cache
         self._counters: dict[torch.device, Tensor] = {}
         self._clock: GraphClock | None = None
@@ -153,62 +162,38 @@ class LinearTuner:
         bias: Tensor | None,
         batch_sizes: tuple[int, ...],
         fused: FusedForm = FusedForm(),  # noqa: B008 (immutable)
-    ) -> Choices:
+    ) -> dict[int, LinearChoice]:
         """Return the fastest product on a GPU for each batch size: cuBLAS, or a configuration of `small_linear`.
 
         More than 64 rows, and weights below 1 MiB (read faster than launched), are left to cuBLAS. `fused`: what the
         step fuses with the product.
         """
+        if weight.nbytes < _LEAST_BYTES:
+            return {}
+        return {rows: self._choice(weight, bias, rows, fused) for rows in batch_sizes if rows <= MOST_ROWS}
 
-        def measure(rows: int) -> Choices:
-            try:
-                if self._clock is None:  # one stream: cuBLAS keeps a workspace for each
-                    self._clock = GraphClock(weight.device)
-                config, times = fastest_product(weight, bias, rows, self._clock, fused)
-            except Exception as error:  # such as out of memory: use cuBLAS
-                message = f"linear paths for {rows} rows could not be timed: {type(error).__name__}: {error}"
-                warnings.warn(message, RuntimeWarning, stacklevel=2)
-                return {rows: LinearChoice("plain")}
-            path = "plain" if config is None else "small"
-            return {rows: LinearChoice.among(path, config, times, weight.nbytes)}
-
-        choices: Choices = {}
-        for rows in (size for size in batch_sizes if size <= MOST_ROWS and weight.nbytes >= _LEAST_BYTES):
-            choices |= self._remembered(self._key(weight, bias, rows, fused), partial(measure, rows), rows)
-        return choices
-
-    def _key(self, weight: Tensor, bias: Tensor | None, rows: int, fused: FusedForm) -> str:
+    def _choice(self, weight: Tensor, bias: Tensor | None, rows: int, fused: FusedForm) -> LinearChoice:
+        """Return the choice for a number of rows: known, from the cache on disk, or measured."""
         shape = "x".join(map(str, weight.shape))
         layer = f"linear {shape} {str(weight.dtype)[6:]} {'no ' if bias is None else ''}bias, rows {rows}"
         step = f"{'norm, ' * fused.is_normed}{fused.epilogue}"
-        return f"{layer} | {step} | {processor_name(weight.device)} | {self._software}"
+        key = f"{layer} | {step} | {processor_name(weight.device)} | {self._software}"
+        if key not in self._choices:
+            choice = None if self._cache is None else LinearChoice.from_dict(self._cache.get(key))
+            if choice is None:
+                choice = self._measured(weight, bias, rows, fused)
+                if self._cache is not None and choice.us is not None:
+                    self._cache.put(key, asdict(choice))
+            self._choices[key] = choice
+        return self._choices[key]
 
-    def _remembered(self, key: str, measure: Callable[[], Choices], rows: int) -> Choices:
-        if key not in self.choices:
-            choices = _from_disk(None if self._cache is None else self._cache.get(key), rows)
-            if choices is None:
-                choices = measure()
-                if self._cache is not None and all(choice.us is not None for choice in choices.values()):
-                    self._cache.put(key, {str(rows): asdict(choice) for rows, choice in choices.items()})
-            self.choices[key] = choices
-        return self.choices[key]
-
-
-def _from_disk(stored: Any, rows: int) -> Choices | None:
-    try:
-        choices = {int(each): LinearChoice.from_dict(plain) for each, plain in stored.items()}
-    except (AttributeError, TypeError, ValueError, OverflowError):
-        return None
-    is_possible = set(choices) == {rows} and all(
-        choice.path in ("plain", "small")
-        and (choice.path == "small") == (choice.config is not None)
-        and (choice.config is None or _is_possible(choice.config))
-        and all(isinstance(figure, float | int | None) for figure in (choice.us, choice.gb_per_s, choice.runner_up_us))
-        for choice in choices.values()
-    )
-    return choices if is_possible else None
-
-
-def _is_possible(config: SmallLinearConfig) -> bool:
-    kind, *sizes = config
-    return kind in KINDS and all(isinstance(size, int) for size in sizes)
+    def _measured(self, weight: Tensor, bias: Tensor | None, rows: int, fused: FusedForm) -> LinearChoice:
+        try:
+            if self._clock is None:  # one stream: cuBLAS keeps a workspace for each
+                self._clock = GraphClock(weight.device)
+            config, times = fastest_product(weight, bias, rows, self._clock, fused)
+        except Exception as error:  # such as out of memory: use cuBLAS
+            message = f"linear paths for {rows} rows could not be timed: {type(error).__name__}: {error}"
+            warnings.warn(message, RuntimeWarning, stacklevel=2)
+            return LinearChoice("plain")
+        return LinearChoice.among("plain" if config is None else "small", config, times, weight.nbytes)

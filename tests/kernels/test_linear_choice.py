@@ -93,7 +93,14 @@ def test_another_machine_or_version_is_timed_anew(tmp_path, timings, monkeypatch
 
 @pytest.mark.parametrize(
     "content",
-    ["", "{", "[1, 2]", '{"KEY": 5}', '{"KEY": {"1": {"path": "plain", "no_such": 1}}}', '{"KEY": {"x": {}}}'],
+    [
+        "",
+        "{",
+        "[1, 2]",
+        '{"KEY": 5}',
+        '{"KEY": {"path": "plain", "config": null, "no_such": 1}}',
+        '{"KEY": {"path": "small", "config": null}}',
+    ],
 )
 def test_a_corrupt_file_costs_a_measurement_and_is_mended(tmp_path, timings, content):
     start(tmp_path, batch_sizes=(1,))
