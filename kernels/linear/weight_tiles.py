@@ -26,11 +26,9 @@ from torch import Tensor
 from ..native.registration import AnyElement, OneOf
 from .code_words import CODES, from_words, to_words, values_of
 
-SUPER = 256  # columns of a GGUF block with two-level scales
 SECOND_KINDS = ("none", "least", "zeros", "six bits", "parts")
 _LEAST_GROUP = 32
 _FIELDS = 5  # 6-bit integers in the lower bits of a word
-_SECOND_DTYPES = {"zeros": torch.uint8, "six bits": torch.int32, "parts": torch.int8}
 _OF_SUPER = {"six bits": (2, 3), "parts": (1, 16)}  # scales and seconds for 256 columns
 
 
@@ -118,28 +116,6 @@ def tiled(
 
     others = None if seconds is None else by_unit(seconds, counts[1])
     return WeightTiles.of(*to_words(codes, code, layout.span), by_unit(scales, counts[0]), others, layout)
-
-
-def empty_tiles(
-    layout: TileLayout, rows: int, columns: int, dtype: torch.dtype, device: torch.device | str = "cpu"
-) -> WeightTiles:
-    """Return uninitialized memory for a weight in tiles; `columns`: whole steps, `dtype`: that of the scales."""
-    kind, unit = CODES[layout.code], max(layout.step, layout.group)
-    counts = _OF_SUPER.get(layout.second_kind, (unit // (layout.group or unit),) * 2)
-    units = -(-columns // unit) if layout.group else 1
-    second_dtype = _SECOND_DTYPES.get(layout.second_kind, dtype)
-
-    def words(per_word: int) -> Tensor:
-        return torch.empty(columns // (per_word * layout.span), rows, layout.span, dtype=torch.int16, device=device)
-
-    seconds = torch.empty(units, rows, counts[1], dtype=second_dtype, device=device)
-    return WeightTiles.of(
-        words(kind.per_word),
-        words(kind.spans_of_high) if kind.spans_of_high else None,
-        torch.empty(units, rows, counts[0], dtype=dtype, device=device),
-        None if layout.second_kind == "none" else seconds,
-        layout,
-    )
 
 
 def six_bit_words(scales: Tensor, mins: Tensor) -> Tensor:

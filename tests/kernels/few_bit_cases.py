@@ -7,7 +7,7 @@ import torch
 
 from graphdecode.kernels.linear import tiled_linear
 from graphdecode.kernels.linear.small_linear import SmallLinearConfig, tiled_config
-from graphdecode.kernels.linear.weight_tiles import WeightTiles, empty_tiles, layout_of
+from graphdecode.kernels.linear.weight_tiles import WeightTiles, tiled
 from graphdecode.kernels.model import embedding
 from graphdecode.kernels.moe import expert_linear
 
@@ -16,10 +16,27 @@ HIDDEN, FEED_FORWARD, VOCAB = 4096, 14336, 128256
 EXPERTS, SLOTS, EXPERT_WIDTH = 128, 8, 768
 
 
+def weight_of(code: str, group: int, second_kind: str, dtype: torch.dtype, rows: int, columns: int) -> WeightTiles:
+    """Return one row of a weight, which stands for all of them, for nothing is launched."""
+    blocks, groups = columns // 256, columns // (group or columns)
+    of_blocks = {"six bits": (2 * blocks, 3 * blocks), "parts": (blocks, 16 * blocks)}
+    scales, seconds = of_blocks.get(second_kind, (groups, groups))
+    kinds = {"none": None, "zeros": torch.uint8, "six bits": torch.int32, "parts": torch.int8}
+    beside = None if second_kind == "none" else torch.zeros(1, seconds, dtype=kinds[second_kind])
+    codes = torch.zeros(1, columns, dtype=torch.uint8)
+    row = tiled(codes, code, torch.zeros(1, scales, dtype=dtype), group, beside, second_kind)
+    return row._replace(
+        words=row.words.expand(-1, rows, -1),
+        high=None if row.high is None else row.high.expand(-1, rows, -1),
+        scales=row.scales.expand(-1, rows, -1),
+        seconds=None if row.seconds is None else row.seconds.expand(-1, rows, -1),
+    )
+
+
 def tiled_cases(arch: int) -> dict[str, Callable[[], None]]:
     """Products with weights of few bits: few rows as they are, many with all that a layer fuses with them."""
     cases: dict[str, Callable[[], None]] = {}
-    kinds = {
+    kinds: dict[str, tuple[str, int, str, torch.dtype]] = {
         "int8": ("s8", 0, "none", torch.bfloat16),
         "int4-zeros": ("u4", 128, "zeros", torch.bfloat16),
         "q4_k": ("u4", 32, "six bits", torch.float16),
@@ -27,8 +44,8 @@ def tiled_cases(arch: int) -> dict[str, Callable[[], None]]:
         "q5_k": ("u5", 32, "six bits", torch.float16),
         "q4_0": ("s4", 32, "none", torch.float16),
     }
-    for name, (code, group, second_kind, dtype) in kinds.items():
-        tiles = empty_tiles(layout_of(code, group, second_kind), HIDDEN, FEED_FORWARD, dtype)
+    for name, kind in kinds.items():
+        tiles = weight_of(*kind, HIDDEN, FEED_FORWARD)
         for rows, epilogue, is_normed in ((8, "add", False), (64, "silu", True)):
             config = tiled_config(rows, HIDDEN, FEED_FORWARD, tiles.layout, 132, arch >= 90, is_normed, arch // 10)
             case = f"tiled-{name}-rows{rows}-{epilogue}{'-norm' * is_normed}"
@@ -40,7 +57,7 @@ def tiled_cases(arch: int) -> dict[str, Callable[[], None]]:
 def tiled_expert_cases(arch: int) -> dict[str, Callable[[], None]]:
     """Products of experts with weights of few bits: of few pairs each, and of many."""
     cases: dict[str, Callable[[], None]] = {}
-    kinds = {
+    kinds: dict[str, tuple[str, int, str, torch.dtype]] = {
         "mxfp4": ("e2m1", 32, "none", torch.uint8),
         "int4": ("s4", 128, "none", torch.bfloat16),
         "q4_0": ("s4", 32, "none", torch.float16),
@@ -51,8 +68,8 @@ def tiled_expert_cases(arch: int) -> dict[str, Callable[[], None]]:
     }
     offsets, order = (torch.empty(size, dtype=torch.int32) for size in (EXPERTS + 1, EXPERTS * 64))
     x, out = (torch.empty(EXPERTS * 64, size, dtype=torch.bfloat16) for size in (HIDDEN, EXPERT_WIDTH))
-    for name, (code, group, second_kind, dtype) in kinds.items():
-        tiles = empty_tiles(layout_of(code, group, second_kind), EXPERTS * 2 * EXPERT_WIDTH, HIDDEN, dtype)
+    for name, kind in kinds.items():
+        tiles = weight_of(*kind, EXPERTS * 2 * EXPERT_WIDTH, HIDDEN)
         for rows in (8, 64):
             config = tiled_config(rows, EXPERT_WIDTH, HIDDEN, tiles.layout, 1, major=arch // 10)
             cases[f"tiled-experts-{name}-rows{rows}"] = partial(

@@ -28,7 +28,6 @@ _LOW_NIBBLES = 0x0F0F0F0F0F0F0F0F  # in eight bytes
 _NON_LINEAR = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)  # IQ4_NL and IQ4_XS
 _FP4 = (0, 1, 2, 3, 4, 6, 8, 12)  # twice the values of e2m1, which makes them integers
 _VALUES_AT_ONCE = 1 << 21  # to quantize, which needs some tens of MB of temporary memory
-_SUPER_BLOCK = 256
 _MOVES = (-0.75, -0.5, -0.25, 0.0, 0.25, 0.5, 0.75)  # added to the largest code, for candidate scales
 _LEAST = 1e-15
 
