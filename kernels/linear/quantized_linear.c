@@ -99,43 +99,53 @@ static inline int has_plain_bytes(const struct block_weight *weight) {
 }
 
 #if !(defined(ELEMENT_BF16) && defined(WITH_PAIRS))
-/* A byte of each word, `byte` a constant where this is used. */
-INLINE vec float_of_byte(ivec words, const int byte) {
-    return __builtin_convertvector((words << (24 - 8 * byte)) >> 24, vec);
+/* A signed byte of each word; `byte` and `rows` are constants where this is used. */
+INLINE vec float_of_byte(uvec words, const int byte, const int rows) {
+    if (LANES == 8 && byte < 2 && rows == 1) return signed_byte(words, byte); /* by fewer shifts, and more registers */
+    return __builtin_convertvector((ivec)(words << (24 - 8 * byte)) >> 24, vec);
 }
 
-/* The products of `count` rows with a panel of signed bytes; `count` is a constant where this is used. A row of words
- * has two input features, each in its bytes' place of both halves of the panel. */
-INLINE void rows_of_bytes(const int count, float *out, const float *x, int64_t stride, const uint16_t *at, int64_t in,
-                          struct ahead ahead) {
+/* The products of `count` rows with `panels` panels of signed bytes, which stand one behind another: constants where this
+ * is used. A row of words has two input features, each in its bytes' place of both halves of the panel. One row takes two
+ * panels, for sums that wait for each other are slower than memory. */
+INLINE void rows_of_bytes(const int count, const int panels, float *out, const float *x, int64_t stride, const uint16_t *at,
+                          int64_t in, struct ahead ahead) {
     panel_sums sums[MOST_ROWS];
-    for (int r = 0; r < count; r++)
-        for (int v = 0; v < VECTORS; v++) sums[r][v] = splat(0.0f);
+    const int64_t words = in / 2 * ROW_WORDS;
+    for (int i = 0; i < count * panels; i++)
+        for (int v = 0; v < VECTORS; v++) sums[i][v] = splat(0.0f);
     for (int64_t i = 0; i < in; i += 4, at += 2 * ROW_WORDS, ahead.at += ahead.pace) {
-        __builtin_prefetch(ahead.at, 0, 2); /* into L2: the L1 cache keeps the rows */
-        __builtin_prefetch(ahead.at + 64, 0, 2);
-#pragma GCC unroll 4
-        for (int k = 0; k < 4; k++) {
-            vec weights[VECTORS];
-#pragma GCC unroll 8
-            for (int v = 0; v < VECTORS; v++) {
-                const int lane = v * LANES % HALF_PANEL, byte = k % 2 * 2 + v * LANES / HALF_PANEL;
-                weights[v] = float_of_byte((ivec)load_words(at + k / 2 * ROW_WORDS + 2 * lane), byte);
-            }
-#pragma GCC unroll 8
-            for (int r = 0; r < count; r++)
-#pragma GCC unroll 8
-                for (int v = 0; v < VECTORS; v++) sums[r][v] += weights[v] * x[r * stride + i + k];
+#pragma GCC unroll 2
+        for (int p = 0; p < panels; p++) {
+            const char *line = ahead.at + p * words * sizeof *at;
+            __builtin_prefetch(line, 0, 2); /* into L2: the L1 cache keeps the rows */
+            __builtin_prefetch(line + 64, 0, 2);
         }
+#pragma GCC unroll 4
+        for (int k = 0; k < 4; k++)
+#pragma GCC unroll 2
+            for (int p = 0; p < panels; p++) {
+                vec weights[VECTORS];
+#pragma GCC unroll 8
+                for (int v = 0; v < VECTORS; v++) {
+                    const int lane = v * LANES % HALF_PANEL, byte = k % 2 * 2 + v * LANES / HALF_PANEL;
+                    const uint16_t *row = at + p * words + k / 2 * ROW_WORDS;
+                    weights[v] = float_of_byte(load_words(row + 2 * lane), byte, count);
+                }
+#pragma GCC unroll 8
+                for (int r = 0; r < count; r++)
+#pragma GCC unroll 8
+                    for (int v = 0; v < VECTORS; v++) sums[r * panels + p][v] += weights[v] * x[r * stride + i + k];
+            }
     }
-    memcpy(out, sums, count * sizeof *sums);
+    memcpy(out, sums, count * panels * sizeof *sums);
 }
 
 static void byte_products(float *sums, const float *x, int64_t stride, const uint16_t *panel, int64_t in, int64_t rows) {
     const int64_t step_bytes = 2 * ROW_WORDS * sizeof *panel; /* of four input features */
     for (int64_t row = 0, count; row < rows; row += count) {
         count = part_of(rows - row, ROWS_OF_PANEL);
-        FOR_COUNT(rows_of_bytes, count, sums + row * PANEL, x + row * stride, stride, panel, in,
+        FOR_COUNT(rows_of_bytes, count, 1, sums + row * PANEL, x + row * stride, stride, panel, in,
                   lines_ahead((const char *)panel, in / 4 * step_bytes, step_bytes, row, rows, count, ROWS_OF_PANEL))
     }
 }
@@ -143,6 +153,20 @@ static void byte_products(float *sums, const float *x, int64_t stride, const uin
 static void scale_rows(float *sums, const vec *scales, int64_t rows) {
     for (int64_t row = 0; row < rows; row++, sums += PANEL)
         for (int v = 0; v < VECTORS; v++) store_f32(sums + v * LANES, load_f32(sums + v * LANES) * scales[v]);
+}
+
+/* sums[panel][column] of one row with two panels of signed bytes. */
+static void row_of_panel_pair(float *sums, const struct span_job *of, const float *x, int64_t panel) {
+    const struct block_weight *weight = of->weight;
+    const int64_t features = weight->blocks * QUANTIZED_BLOCK;
+    const uint16_t *at = weight->panels + panel * features / 2 * ROW_WORDS;
+    const struct ahead ahead = {(const char *)at + AHEAD(1), 2 * ROW_WORDS * sizeof *at};
+    rows_of_bytes(1, 2, sums, x, 0, at, features, ahead);
+    for (int p = 0; p < 2; p++) {
+        vec scales[1][VECTORS];
+        numbers_of_spans(scales, &weight->scales, panel + p, 0, 1);
+        scale_rows(sums + p * PANEL, *scales, 1);
+    }
 }
 #endif
 
@@ -198,7 +222,14 @@ static void quantized_panel(float *sums, const struct span_job *of, const input 
 
 static void quantized_rows(const void *given, int64_t begin, int64_t end) {
     const struct quantized_job *job = given;
-    float *sums = lasting(job->of.rows * PANEL);
+    float *sums = lasting((job->of.rows + 1) * PANEL);
+#if !(defined(ELEMENT_BF16) && defined(WITH_PAIRS))
+    if (LANES == 16 && job->of.rows == 1 && has_plain_bytes(job->of.weight))
+        for (; begin + 2 <= end; begin += 2) {
+            row_of_panel_pair(sums, &job->of, (const float *)job->x, begin);
+            for (int p = 0; p < 2; p++) write_panel(job->a, sums + p * PANEL, 0, 1, begin + p);
+        }
+#endif
     for (int64_t panel = begin; panel < end; panel++) {
         quantized_panel(sums, &job->of, job->x, job->stride, panel);
         write_panel(job->a, sums, 0, job->of.rows, panel);

@@ -164,7 +164,6 @@ static void add_block(float *to, const float *x, const uint16_t *at, const struc
     memcpy(to, sums, sizeof sums);
 }
 
-#if defined(WITH_PAIRS) && LANES == 16
 /* The signed byte in the lowest bits of words, or in the next, as a float: the bits are those of a float whose mantissa
  * counts 128 more, of which what is too much is taken off. */
 INLINE vec signed_byte(uvec words, const int is_second) {
@@ -172,6 +171,7 @@ INLINE vec signed_byte(uvec words, const int is_second) {
     return (vec)((words & mask) ^ flipped) - (is_second ? 0x1p15f + 128.0f : 0x1p23f + 128.0f);
 }
 
+#if defined(WITH_PAIRS) && LANES == 16
 /* The codes of a block of bytes as bf16, in pairs: [in / 2][PANEL][2]. */
 static void unpack_byte_pairs(uint16_t *out, const uint16_t *at) {
 #pragma GCC unroll 4
