@@ -311,13 +311,13 @@ def quantized_groups(
         some = slice(begin, begin + step)
         groups = weight[some].float().unflatten(1, (-1, size))
         scales[some] = _scales(groups, scheme, weight.dtype, maxima)
-        found = groups / scales[some].float()[..., None]
+        scaled = groups / scales[some].float()[..., None]
         if scheme.code == "e4m3":
-            codes[some] = found.clamp_(-_FLOAT8_MOST, _FLOAT8_MOST).flatten(1).to(kind)
+            codes[some] = scaled.clamp_(-_FLOAT8_MOST, _FLOAT8_MOST).flatten(1)
             continue
         half = 2 ** (scheme.bits - 1)
-        integers = (found.round_().clamp_(-half, half - 1) + half).flatten(1).to(torch.uint8)
-        codes[some] = packed(integers) if scheme.bits == 4 else integers
+        integers = scaled.round_().clamp_(-half, half - 1).add_(half).flatten(1)
+        codes[some] = packed(integers.to(torch.uint8)) if scheme.bits == 4 else integers
     return Groups(scheme.code, scheme.bits, codes, scales, None, size)
 
 
