@@ -87,7 +87,7 @@ def test_errors_name_file_key_and_value(tmp_path: Path, text: str, message: str)
 def test_a_missing_file_and_a_value_given_in_python_are_one_clear_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="none.toml"):
         BucketConfig.load(tmp_path / "none.toml")
-    with pytest.raises(ConfigError, match="max_batch_size must be an integer"):
+    with pytest.raises(ConfigError, match="^max_batch_size "):
         BucketConfig(max_batch_size=0)
 
 
@@ -178,7 +178,7 @@ def test_numbers_of_numpy_and_fractions_become_pythons(tmp_path: Path) -> None:
     assert config == BucketConfig(max_batch_size=4, batch_sizes=[2, 4], memory_fraction=0.5)
     assert {type(number) for number in (*config.batch_sizes, config.max_batch_size)} == {int}
     assert type(config.memory_fraction) is float
-    with pytest.raises(ConfigError, match="memory_fraction must be a number above 0"):
+    with pytest.raises(ConfigError, match="^memory_fraction "):
         BucketConfig(memory_fraction=Fraction(1, 10**400))
     assert BucketConfig.load(write(tmp_path, config.to_toml())) == config
 

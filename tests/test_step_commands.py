@@ -259,7 +259,7 @@ def test_a_plan_that_does_not_fit_shows_what_is_missing(tmp_path: Path) -> None:
     output = show(tmp_path, text, "--model", "shape:llama-3.1-8b", "--dtype", "bfloat16")
     assert plan(output)["missing"] > 10000
     assert "it does not fit" in output
-    with pytest.raises(ValueError, match="no memory is left on cpu for a key-value cache"):
+    with pytest.raises(ValueError, match="memory.* cpu"):
         show(tmp_path, "", "--model", "shape:llama-3.1-8b", "--dtype", "bfloat16")
 
 

@@ -177,7 +177,7 @@ def test_an_engine_that_stands_still_while_it_loads_is_ended(
 ) -> None:
     scripted = Scripted(monkeypatch, *said)
     client = client_of(HeartbeatTimeouts(1, 0.5, 0.5))
-    with pytest.raises(AnswerError, match=f"did not respond while it was loading the model: no message for {silent} s"):
+    with pytest.raises(AnswerError, match=f"{silent} s"):
         asyncio.run(client.start())
     assert scripted.process.wait(HANG_SECONDS) < 0
     scripted.close()

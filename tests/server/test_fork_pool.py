@@ -69,11 +69,11 @@ def server_of(work: ForkPool) -> int:
 
 
 def test_a_job_beyond_a_limit_fails_with_the_limit(work: ForkPool, in_loop: InLoop[Any], tmp_path: Path) -> None:
-    with pytest.raises(JobError, match=r"^takes more than 1 s of a processor$"):
+    with pytest.raises(JobError, match="1 s"):
         in_loop(told(work, ENDLESS))
     tries = tmp_path / "tries"
     for number, text in enumerate(("bytearray(1 << 30)", "__import__('os').abort()"), 1):
-        with pytest.raises(JobError, match=r"^takes more than 64 MiB of memory or 4 MiB of stack$"):
+        with pytest.raises(JobError, match="64 MiB"):
             in_loop(told(work, f"(open({str(tries)!r}, 'a').write('.'), {text})"))
         assert tries.read_text() == "." * number  # it is not tried again
 

@@ -80,7 +80,7 @@ def test_only_errors_of_the_grammar_itself_are_cached() -> None:
         for _ in range(2):
             with pytest.raises(ArgumentError, match="^structured_outputs: wrong$"):
                 await asked(forms, "wrong")
-            with pytest.raises(ArgumentError, match="^structured_outputs: reading the regex takes more than 4 s"):
+            with pytest.raises(ArgumentError, match="^structured_outputs: .*regex .*4 s"):
                 await asked(forms, "endless")
             with pytest.raises(HttpError, match="under load"):
                 await asked(forms, "unlucky")

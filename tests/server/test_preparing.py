@@ -58,7 +58,7 @@ def test_words_are_spelled_once_for_all_prompts_of_a_request(preprocessor: Prepr
 
 def test_too_many_words_are_refused_before_one_of_them_is_spelled(preprocessor: Preprocessor) -> None:
     before = preprocessor.tokenizer.texts
-    with pytest.raises(HttpError, match=r"bad_words: at most max_bad_words=128 .*, got 4500") as refused:
+    with pytest.raises(HttpError, match="bad_words.*max_bad_words=128.*4500") as refused:
         prepared(preprocessor, bad_words=[f"w{number}" for number in range(4500)])
     assert (refused.value.status, refused.value.param, preprocessor.tokenizer.texts) == (400, "bad_words", before)
 
@@ -83,7 +83,7 @@ def test_parameters_are_checked_once_for_all_prompts_and_answers(preprocessor, m
 
 @pytest.mark.parametrize(("prompts", "answers"), [(301, 1), (100, 4), (3, 101)])
 def test_more_answers_than_can_ever_be_open_are_refused_for_good(preprocessor, prompts, answers):
-    with pytest.raises(HttpError, match="300 outputs at most run and wait at a time") as refused:
+    with pytest.raises(HttpError, match="300") as refused:
         prepared(preprocessor, prompt=["a"] * prompts, n=answers)
     assert (refused.value.status, refused.value.headers) == (400, {})
 

@@ -247,7 +247,7 @@ def test_metrics_of_several_replicas_are_one_text_with_their_names() -> None:
 
 def test_what_replicas_need_is_named_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ArgumentError, match=r"replicas needs ray, aiohttp: pip install 'graphdecode\[ray\]'"):
+    with pytest.raises(ArgumentError, match="ray, aiohttp"):
         prepare_ray("replicas", ReplicaConfig(count=2))
 
 

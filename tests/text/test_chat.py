@@ -116,7 +116,7 @@ def test_an_assistants_content_may_be_empty(tokenizer: Any, content: dict[str, A
 
 @pytest.mark.parametrize("name", ["chat_template", "tokenize", "tools", "messages", "conversation", "self"])
 def test_variables_of_a_template_are_none_of_the_arguments(tokenizer: Any, name: str) -> None:
-    with pytest.raises(GraphdecodeError, match=f"chat_template_kwargs must not have '{name}'"):
+    with pytest.raises(GraphdecodeError, match=f"chat_template_kwargs .*'{name}'"):
         render_chat(tokenizer, TURNS, chat_template=TEMPLATE, chat_template_kwargs={name: True})
 
 

@@ -161,7 +161,7 @@ def test_merges_that_make_no_token_are_named(tmp_path: Path) -> None:
         writer.add_tokenizer_pre("smollm")
         writer.add_token_merges(["a ~~"])
 
-    with pytest.raises(ModelSourceError, match="merges has 'a ~~', which makes no token"):
+    with pytest.raises(ModelSourceError, match="merges .*'a ~~'"):
         loaded(tmp_path / "v.gguf", "byte_level", edit)
 
 

@@ -123,7 +123,7 @@ def test_what_can_never_be_right_raises_before_any_prompt_runs(prompt, params, n
 
 def test_a_prompt_that_is_too_long_is_an_output_with_an_error_and_one_warning(llm):
     most = llm.engine.runner.capacity.token_limit
-    with pytest.warns(RuntimeWarning, match=f"2 of 3 prompts refused.*{most}") as warned:
+    with pytest.warns(RuntimeWarning, match=f"2 of 3 .*{most}") as warned:
         refused, answered, _ = llm.generate([[65] * most, "12+30=", [65] * (most + 1)], GREEDY)
     assert len(warned) == 1
     assert f"the prompt has {most} tokens" in refused.error
@@ -142,13 +142,13 @@ def test_wrong_parameters_are_refused_and_leave_no_prompt_behind(wrong, llm):
 
 
 def test_a_stream_takes_no_list_of_parameters(llm):
-    with pytest.raises(ValueError, match="one SamplingParams, got a list"):
+    with pytest.raises(ValueError, match="SamplingParams.* list"):
         llm.stream("abc", [GREEDY])
 
 
 @pytest.mark.parametrize("wrong", [None, 5, b"demo", ["demo"]], ids=repr)
 def test_a_model_is_named_by_text_or_path(wrong):
-    with pytest.raises(ValueError, match="model must be a checkpoint folder"):
+    with pytest.raises(ValueError, match="model must be"):
         LLM(wrong)
 
 
@@ -269,7 +269,7 @@ def test_prefixes_are_shared_below_one_salt_alone() -> None:
             list(stream)
         assert stream.request.metrics.num_cached_tokens == 0
     for wrong in ("", 5, "a" * 129):
-        with pytest.raises(ArgumentError, match="^cache_salt must be a text of 1..128 characters, got"):
+        with pytest.raises(ArgumentError, match="^cache_salt must be"):
             as_prompts({"prompt": "a", "cache_salt": wrong})
 
 
@@ -321,9 +321,9 @@ def test_without_a_tokenizer_token_ids_are_answered_with_token_ids(small_llm: LL
         ]
         assert list(bare.stream(ids, LONGER)) == []
         for prompt in ("12+30=", [ids, "12+30="], {"prompt": "12+30="}):
-            with pytest.raises(ArgumentError, match=r"no tokenizer \(skip_tokenizer_init\): give token ids"):
+            with pytest.raises(ArgumentError, match="skip_tokenizer_init"):
                 bare.generate(prompt, LONGER)
-        with pytest.raises(ArgumentError, match="stop and bad_words must be None"):
+        with pytest.raises(ArgumentError, match="stop and bad_words"):
             bare.generate([ids], replace(LONGER, stop="a"))
         assert bare.cache.pool.used == 0
 

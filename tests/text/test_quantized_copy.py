@@ -168,7 +168,7 @@ def test_a_gguf_file_has_llamas_rope(tmp_path: Path) -> None:
 def test_a_model_that_gguf_cannot_describe_is_refused_before_writing(tmp_path: Path) -> None:
     rope = LLAMA3 | {"original_max_position_embeddings": 32}
     model = checkpoint(tmp_path / "model", rope_parameters=rope)
-    with pytest.raises(UnsupportedModelError, match="cannot express that Llama 3.1's rope has other numbers"):
+    with pytest.raises(UnsupportedModelError, match="rope"):
         copy(model, tmp_path / "copy.gguf", "q8_0")
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
@@ -202,15 +202,15 @@ def test_an_interrupted_copy_leaves_nothing_and_what_was_there(model, tmp_path, 
 
 def test_overwrite_replaces_a_copy(model: Path, tmp_path: Path) -> None:
     made = copy(model, tmp_path / "copy", "int4")
-    with pytest.raises(ArgumentError, match="is there already; --overwrite"):
+    with pytest.raises(ArgumentError, match="--overwrite"):
         copy(model, made, "int8")
     copy(model, made, "int8", overwrite=True)
     stored = json.loads((made / "config.json").read_text())["quantization_config"]
     assert stored["config_groups"]["group_0"]["weights"]["num_bits"] == 8
-    with pytest.raises(ArgumentError, match="is for plain weights, and these are INT8 already"):
+    with pytest.raises(ArgumentError, match="INT8"):
         copy(made, tmp_path / "again", "int4")
     (tmp_path / "holiday").mkdir()
-    with pytest.raises(ArgumentError, match="is not a checkpoint folder, and is not replaced"):
+    with pytest.raises(ArgumentError, match="holiday"):
         copy(model, tmp_path / "holiday", "int4", overwrite=True)
 
 
@@ -227,7 +227,7 @@ def test_a_gguf_file_is_expanded_and_rounded_anew(tmp_path: Path) -> None:
 
 
 def test_quantize_gguf_needs_a_gguf_file(model: Path) -> None:
-    with pytest.raises(ArgumentError, match="quantize='gguf' is for weights that are stored so"):
+    with pytest.raises(ArgumentError, match="quantize='gguf'"):
         LLM(model, quantize="gguf")
 
 

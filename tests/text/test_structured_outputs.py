@@ -326,13 +326,13 @@ def test_invalid_structured_outputs_params_are_refused(form: dict[str, Any], mes
 
 
 def test_the_engine_refuses_unresolved_structured_outputs_and_two_masks(llm: LLM) -> None:
-    with pytest.raises(RequestError, match="structured_outputs must be resolved above it"):
+    with pytest.raises(RequestError, match="structured_outputs"):
         llm.engine.add(Request([97], wild(1, regex="a")))
-    with pytest.raises(RequestError, match="not together with allowed_token_ids"):
+    with pytest.raises(RequestError, match="allowed_token_ids"):
         llm.engine.add(Request([97], SamplingParams(allowed_token_ids=[97]), grammar="start: /a/"))
     with pytest.raises(RequestError, match="the grammar cannot be read"):
         llm.engine.add(Request([97], grammar="start: b"))
-    with pytest.raises(ArgumentError, match="structured_outputs must be None or a StructuredOutputsParams"):
+    with pytest.raises(ArgumentError, match="structured_outputs must be"):
         SamplingParams(structured_outputs={"regex": "a"})  # type: ignore[arg-type]
 
 
