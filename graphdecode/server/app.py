@@ -26,7 +26,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from graphdecode.config import ServerConfig
 from graphdecode.errors import AnswerError, shown
-from graphdecode.server.completions import GENERATING, Endpoint, GeneratingEndpoint, rendered_chat
+from graphdecode.server.chat_completions import rendered_chat
+from graphdecode.server.endpoints import GENERATING, Endpoint, GeneratingEndpoint
 from graphdecode.server.http import BUSY, HANDLERS, HttpError, error_response, unless_disconnected
 from graphdecode.server.preprocessing import Preprocessor
 from graphdecode.server.protocol import MAX_ID_LENGTH, Detokenize, LoadAdapter, Tokenize, UnloadAdapter

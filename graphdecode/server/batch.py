@@ -17,7 +17,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from graphdecode.errors import ArgumentError
-from graphdecode.server.completions import GENERATING
+from graphdecode.server.endpoints import GENERATING
 from graphdecode.server.http import HttpError
 from graphdecode.server.protocol import GeneratingPath, problem_of
 from graphdecode.server.run import ServedModel

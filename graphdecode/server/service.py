@@ -28,7 +28,7 @@ from graphdecode.text.grammar import is_available
 from graphdecode.text.input_processor import ParentRequest, TokenizedPrompt
 from graphdecode.text.router import Router
 
-_POOL_MODULES = ("graphdecode.server.completions",)
+_POOL_MODULES = ("graphdecode.server.endpoints",)
 _KEY_VARIABLE = "GRAPHDECODE_API_KEY"
 
 log = logging.getLogger(__name__)

@@ -23,7 +23,8 @@ from graphdecode.server.jobs import JobError, JobLimits
 from graphdecode.server.messages import AddGrammar
 from graphdecode.server.preprocessing import Preprocessor
 from graphdecode.server.protocol import ChatCompletion, Generation
-from graphdecode.server.tool_calls import ToolFormat, function_name
+from graphdecode.server.tool_calls import ToolFormat
+from graphdecode.server.tool_prompts import function_name
 from graphdecode.text.grammar import MAX_GRAMMAR_LENGTH
 
 # llguidance's options for arguments: unsupported keywords are refused; JSON is spaced as chat templates write it

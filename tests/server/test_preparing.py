@@ -13,7 +13,7 @@ from graphdecode import SamplingParams
 from graphdecode.config import ServerConfig
 from graphdecode.engine.request import ContextLengthError
 from graphdecode.errors import AnswerError, ArgumentError, GraphdecodeError
-from graphdecode.server.completions import GENERATING
+from graphdecode.server.endpoints import GENERATING
 from graphdecode.server.http import HttpError, as_http_error
 from graphdecode.server.preprocessing import Preprocessor
 from graphdecode.text.input_processor import InputProcessor

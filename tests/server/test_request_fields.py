@@ -9,7 +9,7 @@ from preprocessors import demo_preprocessor, demo_tokenizer
 from tokenizers.processors import TemplateProcessing
 
 from graphdecode.server.app import prepared_text, prepared_tokens
-from graphdecode.server.completions import GENERATING, Endpoint
+from graphdecode.server.endpoints import GENERATING, Endpoint
 from graphdecode.server.http import HttpError
 from graphdecode.server.preprocessing import Preprocessor
 from graphdecode.server.protocol import Detokenize, LoadAdapter, Tokenize, UnloadAdapter

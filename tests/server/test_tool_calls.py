@@ -15,19 +15,12 @@ from served import Served, serving
 
 from graphdecode.errors import ArgumentError
 from graphdecode.models.model_path import installable
-from graphdecode.server.completions import prepared_chat
+from graphdecode.server.chat_completions import prepared_chat
 from graphdecode.server.protocol import ChatCompletion
 from graphdecode.server.reply import Prepared
 from graphdecode.server.structured_outputs import structured_output_of_calls
-from graphdecode.server.tool_calls import (
-    BARE_JSON,
-    FORMATS,
-    ToolCall,
-    ToolCallReader,
-    ToolFormat,
-    format_of,
-    messages_with_tools,
-)
+from graphdecode.server.tool_calls import BARE_JSON, FORMATS, ToolCall, ToolCallReader, ToolFormat, format_of
+from graphdecode.server.tool_prompts import messages_with_tools
 
 HERMES, MISTRAL, GRANITE, LLAMA = FORMATS
 NAMES = frozenset({"add", "look_up"})
