@@ -170,20 +170,19 @@ def one_of(*choices: str) -> Values:
 
 def none_or(values: Values, example: str = "") -> Values:
     """Return the values, and None (a key left out in a file)."""
-    accepts = lambda value: value is None or values.accepts(value)  # noqa: E731
-    return replace(values, expected=f"None or {values.expected}", accepts=accepts, example=example)
+    expected = f"None or {values.expected}"
+    return replace(values, expected=expected, accepts=lambda v: v is None or values.accepts(v), example=example)
 
 
 def auto_or(values: Values) -> Values:
     """Return the values, and "auto"."""
-    accepts = lambda value: (isinstance(value, str) and value == "auto") or values.accepts(value)  # noqa: E731
-    return replace(values, expected=f"'auto' or {values.expected}", accepts=accepts)
+    expected = f"'auto' or {values.expected}"
+    return replace(values, expected=expected, accepts=lambda v: (type(v) is str and v == "auto") or values.accepts(v))
 
 
 def matching(pattern: str, expected: str, metavar: str | None = None) -> Values:
     """Return the texts that match a whole pattern."""
-    accepts = lambda value: isinstance(value, str) and re.fullmatch(pattern, value) is not None  # noqa: E731
-    return Values(expected, accepts, metavar=metavar)
+    return Values(expected, lambda v: isinstance(v, str) and bool(re.fullmatch(pattern, v)), metavar=metavar)
 
 
 class ConfigDocument:

@@ -19,12 +19,8 @@ from graphdecode.config import ServerConfig
 from graphdecode.engine.request import ContextLengthError
 from graphdecode.errors import AnswerError, ArgumentError, GraphdecodeError, shown
 
-RESTARTING, REFUSED, SLEEPING, BUSY = (
-    "restarting",
-    "refused",
-    "sleeping",
-    "busy",
-)  # error codes of requests, in addition to those of `Event`
+# error codes of requests, in addition to those of `Event`
+RESTARTING, REFUSED, SLEEPING, BUSY = "restarting", "refused", "sleeping", "busy"
 _STATUS = {RESTARTING: 503, SLEEPING: 503, BUSY: 409, REFUSED: 400, "form_too_complex": 400}
 _NAMED = re.compile(r"([a-z_]+)(?: (?:must|names|is|has|holds)\b|:)")
 LARGE_BYTES = 32 << 10  # larger bodies are parsed in a child process, so that other requests need not wait
