@@ -69,7 +69,7 @@ _NO_POOLING = Unsupported("models only generate: there are no embeddings or scor
 _FOLDER = Unsupported("give the folder of what `hf download MODEL --revision REVISION` fetched as the model")
 _INTERNAL = Unsupported(  # with vLLM's defaults
     "this is internal to vLLM, and has no counterpart here",
-    (None, False, 0, 16, 32, 512, {}, "", "auto", "builtin", "sha256", "warn"),
+    (None, False, 0, 0.0, 1, 16, 32, 512, {}, [], "", "auto", "builtin", "sha256", "warn", "cumem", "recompute"),
 )
 _MEDIA_DEFAULTS = (None, True, False, 0, 4, 128, 1.5, "lru", "weights", "evs", "direct_rpc", "auto")
 _CONFIG_JSON = Unsupported("change config.json in a copy of the folder", (None, {}))
@@ -176,7 +176,6 @@ LLM_KEYWORDS: dict[str, Unsupported] = {
     "lora_modules": Unsupported("LLM.load_lora_adapter(name, path) loads one, as lora_request does", (None,)),
     **each_of("pooler_config override_pooler_config", _NO_POOLING),
     "profiler_config": Unsupported("`graphdecode profile` measures each bucket"),
-    "preemption_mode": Unsupported("a preempted sequence is recomputed", (None, "recompute")),
     "use_v2_block_manager": Unsupported("there is only one", (None, True, False)),
     "disable_log_stats": Unsupported("LLM.stats counts, and logs nothing", (None, True, False)),
     "otlp_traces_endpoint": Unsupported("see LLM.stats and RequestOutput.metrics"),
@@ -198,24 +197,23 @@ LLM_KEYWORDS: dict[str, Unsupported] = {
     **each_of("moe_backend linear_backend sparse_indexer_topk_backend", _KERNELS),
     **each_of("ir_op_priority kernel_config mamba_backend mamba_ssu_algorithm gdn_prefill_backend", _KERNELS),
     **each_of("kda_prefill_backend kda_decode_backend monokernel enable_flashinfer_autotune", _KERNELS),
-    "use_fp64_gumbel": Unsupported("noise has 32 bits, by seed, position and token id", (None, False)),
-    "prefix_cache_retention_interval": Unsupported("the least recently used prefix is evicted"),
     "prefix_match_unit": Unsupported("page_size is the unit in which prefixes are shared"),
     "enable_mamba_shared_prefix_checkpoint": Unsupported("state_checkpoints keeps recurrent states", (None, False)),
     **each_of("mamba_cache_mode mamba_block_size", Unsupported("state_checkpoint_tokens says it here")),
-    **each_of("mamba_cache_dtype mamba_ssm_cache_dtype", Unsupported("states have their own types", (None, "auto"))),
     **each_of("enable_mamba_cache_stochastic_rounding mamba_cache_philox_rounds use_replayssm", _INTERNAL),
     **each_of("mamba_config engram_config diffusion_config watermark_config aux_output_config", _INTERNAL),
     **each_of("offload_backend cpu_offload_params offload_params offload_group_size offload_num_in_group", _OFFLOAD),
     **each_of("offload_prefetch_step kv_offloading_size kv_offloading_backend", _OFFLOAD),
     **each_of("kv_sharing_fast_prefill tokens_only enable_trace_replay replayssm_buffer_len", _INTERNAL),
-    "kv_cache_dtype_skip_layers": Unsupported("kv_cache_dtype is that of all layers", (None, [])),
+    **each_of("use_fp64_gumbel prefix_cache_retention_interval scheduler_cls renderer_num_workers", _INTERNAL),
+    **each_of(
+        "sleep_mode_backend watermark kv_cache_dtype_skip_layers lora_target_modules shutdown_timeout", _INTERNAL
+    ),
+    **each_of("preemption_mode mamba_cache_dtype mamba_ssm_cache_dtype", _INTERNAL),
     **each_of("swa_bounded_replay allow_deprecated_quantization", _INTERNAL._replace(neutral=(None, True, False))),
     "max_num_scheduled_tokens": Unsupported("max_prefill_tokens says it here"),
     **each_of("long_prefill_token_threshold long_prefill_token_threshold_adaptive", _CHUNKS),
     "scheduler_reserve_full_isl": Unsupported("a prompt is admitted with pages for all of it", (None, True, False)),
-    "scheduler_cls": Unsupported("there is one scheduler"),
-    "watermark": Unsupported("one page stays free for each running sequence", (None, 0.0)),
     **each_of(
         "max_num_queued_reqs max_num_queued_tokens", Unsupported("[server] max_waiting limits the server's queue")
     ),
@@ -229,8 +227,6 @@ LLM_KEYWORDS: dict[str, Unsupported] = {
         "mm_tensor_ipc mm_processor_device mm_processor_cache_type",
         _NO_MEDIA._replace(neutral=_MEDIA_DEFAULTS),
     ),
-    "renderer_num_workers": Unsupported("LLM renders in the calling thread", (None, 1)),
-    "lora_target_modules": Unsupported("all products of the model can be adapted"),
     **each_of("enable_tower_connector_lora specialize_active_lora max_lora_cls_labels", _LORA),
     "enable_mixed_moe_lora_format": Unsupported("adapt_experts=True takes both forms", (None, False)),
     **each_of("ray_workers_use_nsight enable_layerwise_nvtx_tracing", _PROFILER),
@@ -248,11 +244,9 @@ LLM_KEYWORDS: dict[str, Unsupported] = {
     **each_of(
         "fault_tolerance_config enable_fault_tolerance fail_on_environ_validation jit_monitor_verbose", _INTERNAL
     ),
-    "sleep_mode_backend": Unsupported("there is one", (None, "cumem")),
     **each_of("sleep_mode_offload_cudagraph enable_cumem_allocator enable_nccl_comm_suspend", _SLEEPING),
     "sleep_preserve_parameter_names": _SLEEPING,
     "performance_mode": Unsupported("target_itl_ms in [scheduling] weighs latency", (None, "balanced")),
-    "shutdown_timeout": Unsupported("LLM.close() ends at once", (None, 0)),
 }
 
 
@@ -291,8 +285,6 @@ LLM_METHODS: dict[str, str] = {  # methods of vLLM's LLM and AsyncLLM -> what to
     "shutdown": "close() ends it",
     "add_request": "generate adds one, and yields its outputs",
     **each_of("get_num_unfinished_requests get_num_queued_tokens", "AsyncLLM.llm.num_waiting counts"),
-    "check_admission": "there is none: requests wait for a row",
-    "get_supported_tasks": "there is none: models only generate",
     **each_of("is_tracing_enabled do_log_stats", "LLM.stats counts, and RequestOutput.metrics has times"),
     **each_of("check_health errored dead_error get_status", _HEALTH),
     **each_of("is_running is_stopped should_keep_api_server_alive handle_fault", _HEALTH),
@@ -303,7 +295,8 @@ LLM_METHODS: dict[str, str] = {  # methods of vLLM's LLM and AsyncLLM -> what to
     "wait_for_requests_to_drain": "there is none: wait for the outputs",
     **each_of("scale_elastic_ep get_external_elastic_ep_status", _AUTOSCALE),
     **each_of("checkpoint_prepare checkpoint_restore compute_weight_checksums", _INTERNAL_METHOD),
-    **each_of("get_kv_event_sources notify_kv_transfer_request_rejected", _INTERNAL_METHOD),
+    **each_of("get_kv_event_sources notify_kv_transfer_request_rejected check_admission", _INTERNAL_METHOD),
+    "get_supported_tasks": _INTERNAL_METHOD,
     **each_of("init_weight_transfer_engine shutdown_weight_transfer_engine", _UPDATES),
     **each_of("start_weight_update start_draft_weight_update finish_weight_update", _UPDATES),
     **each_of("update_weight_version get_weight_version", _UPDATES),
