@@ -1,5 +1,5 @@
-/* Append and attention of a decode step in one: what rope_append.c and decode_attention.c do, one after the other; see
- * append_attention.py. The rotated queries stand where the result will: a head's are read before it is written. */
+/* Append and attention of a decode step in one: rope_append.c and decode_attention.c, one after the other; see
+ * append_attention.py. The rotated queries are in `out`: a head's are read before its result is written. */
 #include "attention_pages.h"
 #include "native.h"
 
@@ -12,11 +12,11 @@ struct NAME(appending) {
 };
 
 static void NAME(append_rows)(const void *job, int64_t begin, int64_t end) {
-    const struct NAME(appending) *given = job;
-    const int32_t *lengths = given->a->kv_lens.data;
-    float *wide = scratch(given->a->out.size[2]);
+    const struct NAME(appending) *args = job;
+    const int32_t *lengths = args->a->kv_lens.data;
+    float *wide = scratch(args->a->out.size[2]);
     for (int64_t row = begin; row < end; row++)
-        if (lengths[row] > 0) NAME(append_token)(&given->rope, row, row, (int64_t)lengths[row] - 1, wide);
+        if (lengths[row] > 0) NAME(append_token)(&args->rope, row, row, (int64_t)lengths[row] - 1, wide);
 }
 
 KERNEL(append_attention) {

@@ -201,10 +201,10 @@ static void mask_lanes(float *logits, const struct query_lanes *queries, const s
                        int64_t part, int64_t first, int64_t count) {
     ivec ends, begins;
     for (int64_t lane = 0; lane < LANES; lane++) {
-        int64_t own = queries->position + (from + lane) / queries->group - first;
-        int64_t window = window_at(queries->logits, own + first);
-        ends[lane] = (int32_t)least_of(own, count - 1);
-        begins[lane] = window >= 0 && own > window ? (int32_t)least_of(own - window, KEYS) : 0;
+        int64_t last = queries->position + (from + lane) / queries->group - first;
+        int64_t window = window_at(queries->logits, last + first);
+        ends[lane] = (int32_t)least_of(last, count - 1);
+        begins[lane] = window >= 0 && last > window ? (int32_t)least_of(last - window, KEYS) : 0;
     }
     struct logits of = queries->logits;
     for (int64_t n = 0; n < KEY_ROWS; n++) {
@@ -402,10 +402,10 @@ APART void add_values(const struct query_lanes *queries, const struct block_room
 }
 
 /* Let many queries attend to `count` keys that begin at `first`, which are in `room` with their values; some of `next` is
- * asked for with each panel. While tiles are multiplied for the next part of the keys and for the values of the queries
+ * prefetched with each panel. While tiles are multiplied for the next part of the keys and for the values of the queries
  * before, weights are made of the part before. */
 static void attend_block(const struct query_lanes *queries, const struct block_room *room, int64_t first, int64_t count,
-                         struct coming *next) {
+                         struct prefetches *next) {
     int64_t from = 0, step = 0, parts_before = 0, groups = queries->width / KEY_ROWS;
     while (from < queries->count && !seen_keys(queries, from, first, count)) from += QUERY_LANES; /* all of it comes later */
     int64_t share = bytes_of(next) / ((queries->count - from) / QUERY_LANES + 1) + 1;
@@ -427,7 +427,7 @@ static void attend_block(const struct query_lanes *queries, const struct block_r
                                groups * (part + 1) / parts * KEY_ROWS);
                 weigh_part(queries, room, weights, logits, from, LANES, part, first, count);
             }
-            ask_for(next, share);
+            prefetch(next, share);
             parts_before = parts, before = weights;
         }
         if (parts_before) add_values(queries, room, before, from - PANEL, parts_before * KEY_ROWS, 0, queries->width);
@@ -447,13 +447,13 @@ static void attend_block(const struct query_lanes *queries, const struct block_r
                 weigh_part(queries, room, room->weights, room->logits, from, half, part, first, count);
         }
         add_values(queries, room, room->weights, from, up_to_rows(seen), 0, queries->width);
-        ask_for(next, share);
+        prefetch(next, share);
     }
 }
 
-/* Put queries, whose heads of one token stand side by side, into panels; `sinks` are those of their heads, if any. Lanes
+/* Pack queries, whose heads of one token are contiguous, into panels; `sinks` are those of their heads, if any. Lanes
  * behind the last are zeros. */
-static void bring_queries(const struct query_lanes *to, const element *q, int64_t heads, const float *sinks) {
+static void pack_queries(const struct query_lanes *to, const element *q, int64_t heads, const float *sinks) {
     int64_t count = to->count, width = to->width, group = to->group;
     int64_t padded = (count + QUERY_LANES - 1) / QUERY_LANES * QUERY_LANES;
     for (int64_t from = 0; from < padded; from += LANES)
@@ -468,7 +468,7 @@ static void bring_queries(const struct query_lanes *to, const element *q, int64_
         }
     memset(to->sums, 0, padded * width * sizeof *to->sums);
     for (int64_t r = 0; r < padded; r++) {
-        to->largest[r] = sinks ? kept_sink(sinks[r % group], to->logits) : LEAST_LOGIT;
+        to->largest[r] = sinks ? sink_logit(sinks[r % group], to->logits) : LEAST_LOGIT;
         to->total[r] = sinks ? 1.0f : 0.0f; /* e^(sink - sink), as if it were a key */
     }
 }

@@ -1,6 +1,4 @@
-/* What all attention shares: what becomes of logits, where a row's entries stand, and how those of the next block are asked
- * for ahead.
- */
+/* Shared by all attention: options of the logits, offsets of a row's entries, and prefetches of the next block. */
 #ifndef GRAPHDECODE_ATTENTION_PAGES_H
 #define GRAPHDECODE_ATTENTION_PAGES_H
 
@@ -8,12 +6,12 @@
 #include "native_products.h"
 
 #define LOG2_OF_E 1.44269504f
-#define KEYS 128     /* that are taken at once */
+#define KEYS 128     /* of a block */
 #define MOST_DIM 576 /* of a head, for tiles of few queries */
-#define STREAMS 4    /* of keys, and as many of values, that are asked for at once */
+#define STREAMS 4    /* of keys, and as many of values, that are prefetched at once */
 #define LEAST_LOGIT -1e30f /* of a query that has seen nothing */
 
-/* What becomes of products of queries and keys. A variant of attention that changes logits is a field of this record, and
+/* Options of the products of queries and keys. A variant of attention that changes logits is a field of this record, and
  * what `logits_from` makes of it. */
 struct logits {
     float scale, cap;
@@ -45,14 +43,14 @@ INLINE vec logits_from(vec products, struct logits of) {
 INLINE float unit_of(struct logits of, float unit) { return are_changed(of) ? unit : of.scale * unit; }
 
 /* A sink as a logit of a key is kept. */
-INLINE float kept_sink(float sink, struct logits of) { return are_changed(of) ? sink : sink / of.scale; }
+INLINE float sink_logit(float sink, struct logits of) { return are_changed(of) ? sink : sink / of.scale; }
 
 /* Values that are the last channels of latent keys are read as whole keys: how many channels come before them, and where
  * the values of the first entry begin. */
 #define SKIPPED(a) ((a)->q.size[2] - (a)->v_cache.size[3])
 #define VALUES(a) ((const char *)(a)->v_cache.data - SKIPPED(a) * ((a)->k_cache.code ? 1 : (int64_t)sizeof(element)))
 
-/* Where the entries of a row's tokens stand. */
+/* The pages of a row. */
 struct paged {
     const int32_t *pages;
     int64_t count, size, entry; /* pages of the cache, tokens of one, elements of a token */
@@ -69,33 +67,32 @@ static int64_t page_of(const struct paged *row, int64_t at) {
 static void locate(int64_t *places, const struct paged *row, int64_t first, int64_t count) {
     int64_t at = first / row->size, offset = first % row->size;
     for (int64_t j = 0; j < count; at++, offset = 0) {
-        int64_t begin = (page_of(row, at) * row->size + offset) * row->entry, here = least_of(row->size - offset, count - j);
-        for (int64_t k = 0; k < here; k++) places[j + k] = begin + k * row->entry;
-        j += here;
+        int64_t begin = (page_of(row, at) * row->size + offset) * row->entry, tokens = least_of(row->size - offset, count - j);
+        for (int64_t k = 0; k < tokens; k++) places[j + k] = begin + k * row->entry;
+        j += tokens;
     }
 }
 
-/* What is asked for of the block that is next: keys and values of some heads, which stand side by side, in STREAMS parts
- * of the tokens. A processor that sees lines of a page go by fetches those behind them by itself, and does so for several
- * pages at once. It is asked for a few lines at a time, between what is done with the block that is here: a core waits
- * where it has asked for more lines than it can. */
-struct coming {
+/* Prefetches of the next block: keys and values of some heads, which are contiguous, in STREAMS parts of the tokens. A
+ * processor that reads lines of a page prefetches those behind them by itself, and does so for several pages at once. A few
+ * lines are prefetched at a time, between the work on the current block: a core stalls with more of them than it can hold. */
+struct prefetches {
     const char *keys, *values; /* of the first head */
     const int64_t *places;
     int64_t count, bytes, size; /* tokens; of all heads' keys of one, and of a value */
-    int64_t token, due;         /* of each part, that is next; bytes of all of them that should have been asked for */
-    int64_t share;              /* bytes of all parts that are asked for with a unit of work, where that counts it */
-    int64_t at[STREAMS], byte, left; /* of each part's token that is being asked for, and how many bytes of it are left */
+    int64_t token, due;         /* of each part, that is next; bytes of all of them that are due */
+    int64_t share;              /* bytes of all parts to prefetch with a unit of work, if it is counted */
+    int64_t at[STREAMS], byte, left; /* of each part's current token, and how many bytes of it are left */
 };
 
 /* Go on to the next token of each part. */
-static void go_on(struct coming *next, int64_t tokens) {
+static void go_on(struct prefetches *next, int64_t tokens) {
     for (int64_t part = 0; part < STREAMS; part++)
         next->at[part] = next->places[least_of(next->token + part * tokens, next->count - 1)] * next->size;
     next->token++, next->byte = 0, next->left = next->bytes;
 }
 
-INLINE void ask_for(struct coming *next, int64_t bytes) {
+INLINE void prefetch(struct prefetches *next, int64_t bytes) {
     int64_t tokens = (next->count + STREAMS - 1) / STREAMS;
     for (next->due += bytes; next->due > 0; next->due -= 2 * STREAMS * 64) {
         if (next->left <= 0) {
@@ -112,12 +109,12 @@ INLINE void ask_for(struct coming *next, int64_t bytes) {
     }
 }
 
-/* How many bytes are asked for in all. */
-static inline int64_t bytes_of(const struct coming *next) {
+/* The bytes of all prefetches. */
+static inline int64_t bytes_of(const struct prefetches *next) {
     return (next->count + STREAMS - 1) / STREAMS * ((next->bytes + 63) / 64) * 2 * STREAMS * 64;
 }
 
-static inline void ask_for_rest(struct coming *next) { ask_for(next, bytes_of(next)); }
+static inline void prefetch_rest(struct prefetches *next) { prefetch(next, bytes_of(next)); }
 
 /* Read the scales of one head's entries, [pages][heads][tokens], of `count` tokens from `first` on; before `begin`, which
  * nobody sees, and behind the last, up to a whole panel, they are zeros. */

@@ -8,7 +8,7 @@
 #include "decode_tiles.h"
 #include "native.h"
 
-#define BLOCK 32 /* keys: what is asked for ahead of its use is some tens of KB */
+#define BLOCK 32 /* keys: some tens of KB are prefetched */
 #define VALUE_VECTORS (LANES == 8 ? 2 : 4) /* of values, whose sums of four queries stay in registers */
 #define SLACK 8.0f /* of logits above the one that weights refer to */
 #define WEIGHT_UNITS 10 /* of work, each LANES features of a key: LANES weights of a query */
@@ -88,8 +88,8 @@ INLINE float greatest_of(vec v) {
 
 /* Turn a query's logits of `count` keys, of which it sees those from `begin` to `end`, into weights, in their place; shrink
  * what was summed before if a logit is SLACK above what weights refer to. */
-static void soften(float *logits, struct logits of, const float *value_scales, int64_t count, int64_t begin, int64_t end,
-                   float *sums, float *largest, float *total, int64_t width) {
+static void softmax_block(float *logits, struct logits of, const float *value_scales, int64_t count, int64_t begin,
+                          int64_t end, float *sums, float *largest, float *total, int64_t width) {
     factor *weights = (factor *)logits;
     float unit = unit_of(of, UNIT), top = *largest;
     int64_t padded = (count + LANES - 1) / LANES * LANES;
@@ -104,11 +104,11 @@ static void soften(float *logits, struct logits of, const float *value_scales, i
     for (int64_t j = end; j < padded; j++) logits[j] = -INFINITY;
     for (int64_t j = 0; j < padded; j += LANES) most = greater_of(load_f32(logits + j), most);
     if (any_lane((most - top) * unit > SLACK)) {
-        float found = greatest_of(most);
-        float shrink = power_to((top - found) * unit);
+        float higher = greatest_of(most);
+        float shrink = power_to((top - higher) * unit);
         for (int64_t i = 0; i < width; i += LANES) store_f32(sums + i, load_f32(sums + i) * shrink);
         *total *= shrink;
-        *largest = top = found;
+        *largest = top = higher;
     }
     vec powers[BLOCK / LANES];
     for (int64_t j = 0; j < padded; j += LANES) {
@@ -132,8 +132,8 @@ INLINE void NAME(load_features)(uvec *to, const element *at, int64_t i, int64_t 
 
 /* Add products with the same of `count` keys to the sums of `heads` queries: each key is loaded once. */
 INLINE void NAME(add_features)(const int heads, const int count, vec (*sums)[LANES], const factor *q, const element *keys,
-                               const int64_t *places, int64_t i, int64_t dim, int64_t width, struct coming *next) {
-    ask_for(next, count * (LOADED / LANES) * next->share);
+                               const int64_t *places, int64_t i, int64_t dim, int64_t width, struct prefetches *next) {
+    prefetch(next, count * (LOADED / LANES) * next->share);
 #pragma GCC unroll 16
     for (int j = 0; j < count; j++) {
         uvec key[OF_LOAD];
@@ -149,7 +149,7 @@ INLINE void NAME(add_features)(const int heads, const int count, vec (*sums)[LAN
 /* logits[head][key] of `heads` queries, a constant where this is used, with LANES keys, each of which is loaded once. Each
  * sum is added up in the order of sum_lanes. */
 INLINE void NAME(dots)(const int heads, float *logits, const factor *q, const element *keys, const int64_t *places,
-                       int64_t dim, int64_t width, struct coming *next) {
+                       int64_t dim, int64_t width, struct prefetches *next) {
     const int count = heads == 3 ? LANES / 4 : LANES / heads;
     vec folded[4][LANES];
     for (int from = 0; from < LANES; from += count) {
@@ -185,14 +185,14 @@ INLINE void NAME(dots)(const int heads, float *logits, const factor *q, const el
  * `vectors` are constants. */
 INLINE void NAME(add_weighted)(const int heads, const int vectors, float *sums, const factor *weights, const element *values,
                                const int64_t *places, int64_t i, int64_t count, int64_t dim, int64_t width,
-                               struct coming *next) {
-    vec held[4][4];
+                               struct prefetches *next) {
+    vec acc[4][4];
 #pragma GCC unroll 4
     for (int h = 0; h < heads; h++)
 #pragma GCC unroll 4
-        for (int v = 0; v < vectors; v++) held[h][v] = load_f32(sums + h * width + i + v * LANES);
+        for (int v = 0; v < vectors; v++) acc[h][v] = load_f32(sums + h * width + i + v * LANES);
     for (int64_t j = 0; j < count; j += OF_WORD) {
-        ask_for(next, OF_WORD * vectors * next->share);
+        prefetch(next, OF_WORD * vectors * next->share);
 #pragma GCC unroll 4
         for (int v = 0; v < vectors; v += VALUES_OF_LOAD) {
             uvec value[2];
@@ -209,18 +209,18 @@ INLINE void NAME(add_weighted)(const int heads, const int vectors, float *sums, 
                     memcpy(&weight, weights + (h * OF_WORD + part) * BLOCK + j, sizeof weight);
 #pragma GCC unroll 2
                     for (int n = 0; n < VALUES_OF_LOAD; n++)
-                        held[h][v + n] = add_factors(held[h][v + n], value[n], (uvec){0} + weight);
+                        acc[h][v + n] = add_factors(acc[h][v + n], value[n], (uvec){0} + weight);
                 }
         }
     }
 #pragma GCC unroll 4
     for (int h = 0; h < heads; h++)
 #pragma GCC unroll 4
-        for (int v = 0; v < vectors; v++) store_f32(sums + h * width + i + v * LANES, held[h][v]);
+        for (int v = 0; v < vectors; v++) store_f32(sums + h * width + i + v * LANES, acc[h][v]);
 }
 
 INLINE void NAME(weigh)(const int heads, float *sums, const factor *weights, const element *values, const int64_t *places,
-                        int64_t count, int64_t dim, int64_t width, struct coming *next) {
+                        int64_t count, int64_t dim, int64_t width, struct prefetches *next) {
     int64_t i = 0, step = VALUE_VECTORS * LANES;
     for (; i + step <= dim; i += step)
         NAME(add_weighted)(heads, VALUE_VECTORS, sums, weights, values, places, i, count, i + step, width, next);
@@ -240,20 +240,20 @@ INLINE void NAME(weigh)(const int heads, float *sums, const factor *weights, con
         }
 
 APART void NAME(group_dots)(float *logits, const factor *q, const element *keys, const int64_t *places, int64_t queries,
-                            int64_t count, int64_t dim, struct coming *next) {
+                            int64_t count, int64_t dim, struct prefetches *next) {
     int64_t width = width_of_query(dim);
     for (int64_t j = 0; j < count; j += LANES)
         BY_QUERIES(NAME(dots), queries, h, logits + h * BLOCK + j, q + h * width, keys, places + j, dim, width, next)
 }
 
 APART void NAME(group_weigh)(float *sums, const factor *weights, const element *values, const int64_t *places,
-                             int64_t queries, int64_t count, int64_t dim, struct coming *next) {
+                             int64_t queries, int64_t count, int64_t dim, struct prefetches *next) {
     int64_t width = width_of_query(dim);
     BY_QUERIES(NAME(weigh), queries, h, sums + h * width, weights + h * OF_WORD * BLOCK, values, places, count, dim, width,
                next)
 }
 
-/* One head's entries of a block, and in `places` where they stand: codes are widened in `room`. */
+/* One head's entries of a block, and in `places` their offsets: codes are widened in `room`. */
 static const element *NAME(entries_of)(element *room, int64_t code, const void *of_head, const int64_t **places,
                                        const int64_t *in_room, int64_t count, int64_t dim) {
     if (!code) return of_head;
@@ -297,17 +297,17 @@ static int64_t NAME(place_of)(const struct NAME(part) *p, int64_t head, int64_t 
     return ((p->row * p->a->q_len + query / group) * heads + head * group + query % group) * dim;
 }
 
-/* Where a part's keys and values begin in the cache, and what is to be asked for of a block of them. */
-static struct coming NAME(coming_of)(const struct NAME(part) *p, const int64_t *places, int64_t count) {
+/* The prefetches of a block of a part's keys and values. */
+static struct prefetches NAME(prefetches_of)(const struct NAME(part) *p, const int64_t *places, int64_t count) {
     int64_t dim = p->a->k_cache.size[3], size = p->a->k_cache.code ? 1 : (int64_t)sizeof(element), at = p->head * dim * size;
-    if (IS_IN_PARTS(p->a)) return (struct coming){0}; /* they come as they are put together */
-    return (struct coming){(const char *)p->a->k_cache.data + at, VALUES(p->a) + at, places, count,
+    if (IS_IN_PARTS(p->a)) return (struct prefetches){0}; /* they come as they are put together */
+    return (struct prefetches){(const char *)p->a->k_cache.data + at, VALUES(p->a) + at, places, count,
                            (p->last - p->head) * dim * size, size};
 }
 
-/* Both over the keys from `first` to `end`, as blocks of one element type take them. Meanwhile the first block of the part
- * that comes after it, if any, is asked for; what no part before has asked for is asked for first. */
-static void NAME(attend_span)(const struct NAME(part) *p, const struct NAME(part) *after, int is_asked_for, float *at) {
+/* Attend to the keys from `first` to `end` in blocks. Meanwhile the first block of the part after it, if any, is prefetched;
+ * a block that no part before has prefetched is prefetched first. */
+static void NAME(attend_span)(const struct NAME(part) *p, const struct NAME(part) *after, int is_prefetched, float *at) {
     const decode_attention_args *a = p->a;
     int64_t dim = a->q.size[2], group = a->q.size[1] / a->k_cache.size[2], queries = p->queries;
     int64_t memory[3][BLOCK], *places = memory[0], *next = memory[1], *in_room = memory[2], heads = p->last - p->head;
@@ -319,8 +319,8 @@ static void NAME(attend_span)(const struct NAME(part) *p, const struct NAME(part
     float *logits = carved(&at, heads * queries * BLOCK);
     float scales[2][PANEL], *widened = carved(&at, code || IS_IN_PARTS(a) ? BLOCK * dim : 0);
     locate(places, &p->entries, first, count);
-    struct coming ahead = NAME(coming_of)(p, places, count);
-    if (!is_asked_for) ask_for_rest(&ahead);
+    struct prefetches ahead = NAME(prefetches_of)(p, places, count);
+    if (!is_prefetched) prefetch_rest(&ahead);
     for (int64_t h = 0; h < heads; h++)
         for (int64_t r = 0; r < queries; r++) {
             const element *from = (const element *)a->q.data + NAME(place_of)(p, p->head + h, r, dim);
@@ -337,38 +337,38 @@ static void NAME(attend_span)(const struct NAME(part) *p, const struct NAME(part
         int64_t begin = then == p ? first + BLOCK : then->first, *done = places;
         coming = least_of(then->end - begin, BLOCK);
         locate(next, &then->entries, begin, coming);
-        ahead = NAME(coming_of)(then, next, coming);
+        ahead = NAME(prefetches_of)(then, next, coming);
         int64_t padded = (count + LANES - 1) / LANES * LANES;
         int64_t work = 2 * padded * width * ((queries + 3) / 4) + WEIGHT_UNITS * queries * padded;
         ahead.share = LANES * bytes_of(&ahead) / (heads * work) + 1;
         for (int64_t j = 0; j < unseen; j++) places[j] = places[unseen]; /* what no query sees is not looked at */
         for (int64_t j = count; j < padded; j++) places[j] = places[count - 1];
         for (int64_t h = 0; h < heads; h++) {
-            float *own = logits + h * queries * BLOCK;
-            const int64_t *found = places;
+            float *scores = logits + h * queries * BLOCK;
+            const int64_t *offsets = places;
             const void *keys = (const char *)a->k_cache.data + (p->head + h) * dim * size;
             const void *values = VALUES(a) + (p->head + h) * dim * size;
-            if (IS_IN_PARTS(a)) keys = NAME(joined)((element *)widened, a, places, padded), found = in_room;
-            else keys = NAME(entries_of)((element *)widened, code, keys, &found, in_room, padded, dim);
-            NAME(group_dots)(own, q + h * queries * width, keys, found, queries, count, dim, &ahead);
+            if (IS_IN_PARTS(a)) keys = NAME(joined)((element *)widened, a, places, padded), offsets = in_room;
+            else keys = NAME(entries_of)((element *)widened, code, keys, &offsets, in_room, padded, dim);
+            NAME(group_dots)(scores, q + h * queries * width, keys, offsets, queries, count, dim, &ahead);
             if (a->k_scales.data) {
                 read_scales(scales[0], a->k_scales.data, &p->entries, kv_heads, p->head + h, first, unseen, count);
                 read_scales(scales[1], a->v_scales.data, &p->entries, kv_heads, p->head + h, first, unseen, count);
-                scale_block(own, scales[0], queries);
+                scale_block(scores, scales[0], queries);
             }
             for (int64_t r = 0; r < queries; r++) {
-                ask_for(&ahead, WEIGHT_UNITS * (padded / LANES) * ahead.share);
+                prefetch(&ahead, WEIGHT_UNITS * (padded / LANES) * ahead.share);
                 int64_t at = h * queries + r, position = p->seen.position + r / group - first;
                 int64_t window = window_at(of, position + first), end = least_of(position + 1, count);
-                soften(own + r * BLOCK, of, a->k_scales.data ? scales[1] : 0, count,
-                       window >= 0 && position > window ? position - window : 0, end, p->sums + at * width,
-                       p->largest + at, p->total + at, width);
+                softmax_block(scores + r * BLOCK, of, a->k_scales.data ? scales[1] : 0, count,
+                              window >= 0 && position > window ? position - window : 0, end, p->sums + at * width,
+                              p->largest + at, p->total + at, width);
             }
             if (IS_IN_PARTS(a)) values = keys;
-            else found = places, values = NAME(entries_of)((element *)widened, code, values, &found, in_room, padded, dim);
-            NAME(group_weigh)(p->sums + h * queries * width, (factor *)own, values, found, queries, count, dim, &ahead);
+            else offsets = places, values = NAME(entries_of)((element *)widened, code, values, &offsets, in_room, padded, dim);
+            NAME(group_weigh)(p->sums + h * queries * width, (factor *)scores, values, offsets, queries, count, dim, &ahead);
         }
-        ask_for_rest(&ahead);
+        prefetch_rest(&ahead);
         places = next, next = done;
     }
 #if IN_PAIRS || IS_WIDENED
@@ -386,19 +386,19 @@ static int NAME(decodes_in_tiles)(const decode_attention_args *a) {
 }
 
 #if defined(ELEMENT_BF16) && defined(WITH_TILES)
-/* Both over a part's span in tiles; meanwhile the first block of the part that comes after it, if any, is asked for. What
- * no part before has asked for is asked for first. */
+/* Attend to a part's span in tiles; meanwhile the first block of the part after it, if any, is prefetched. A block that no
+ * part before has prefetched is prefetched first. */
 static void attend_span_in_tiles(const struct NAME(part) *p, struct few_queries *few, const struct NAME(part) *after,
-                                 int is_asked_for, float *at) {
+                                 int is_prefetched, float *at) {
     const decode_attention_args *a = p->a;
     int64_t dim = few->dim, queries = p->queries, kv_heads = a->k_cache.size[2], memory[2][KEYS];
     int64_t *places = memory[0], *next = memory[1], first = p->first, count = least_of(p->end - first, KEYS), coming;
     few->position = p->seen.position, few->group = a->q.size[1] / kv_heads;
     few->logits = logits_of(&a->options), few->largest = p->largest, few->total = p->total;
     locate(places, &p->entries, first, count);
-    struct coming ahead = NAME(coming_of)(p, places, count);
+    struct prefetches ahead = NAME(prefetches_of)(p, places, count);
     const char *keys = ahead.keys, *values = ahead.values;
-    if (!is_asked_for) ask_for_rest(&ahead);
+    if (!is_prefetched) prefetch_rest(&ahead);
     carve_few_queries(few, &at, a->k_scales.data != 0);
     for (int64_t h = 0; h < few->heads; h++)
         for (int64_t r = 0; r < queries; r++)
@@ -409,7 +409,7 @@ static void attend_span_in_tiles(const struct NAME(part) *p, struct few_queries 
         int64_t begin = then == p ? first + KEYS : then->first;
         coming = least_of(then->end - begin, KEYS);
         locate(next, &then->entries, begin, coming);
-        ahead = NAME(coming_of)(then, next, coming);
+        ahead = NAME(prefetches_of)(then, next, coming);
         struct block block = {&p->entries, places, first, p->seen.begin - first, count, a->k_cache.code};
         few->share = share_of(few, count, bytes_of(&ahead));
         block_of_logits(few, &block, keys, &ahead);
@@ -420,7 +420,7 @@ static void attend_span_in_tiles(const struct NAME(part) *p, struct few_queries 
             }
             attend_to_values(few, &block, values + h * dim * (block.code ? 1 : sizeof(uint16_t)), &ahead, h);
         }
-        ask_for_rest(&ahead);
+        prefetch_rest(&ahead);
         int64_t *done = places;
         places = next, next = done;
     }
@@ -435,7 +435,7 @@ static float *NAME(partial_of)(const struct sharing *job, int64_t row, int64_t s
     return job->partial + (row * job->spans + span) * a->q_len * a->q.size[1] * (a->q.size[2] + 2);
 }
 
-/* A part of the work: some key heads of a row, whose entries stand side by side, so that a block is read as one stream,
+/* A part of the work: some key heads of a row, whose entries are contiguous, so that a block is read as one stream,
  * and one span of what its queries see. */
 static struct NAME(part) NAME(part_of)(const struct sharing *job, int64_t task) {
     const decode_attention_args *a = job->args;
@@ -454,7 +454,7 @@ static struct NAME(part) NAME(part_of)(const struct sharing *job, int64_t task) 
 }
 
 static void NAME(attend_heads)(const struct sharing *job, struct NAME(part) part, const struct NAME(part) *after,
-                               int is_asked_for) {
+                               int is_prefetched) {
     const decode_attention_args *a = job->args;
     int64_t dim = a->q.size[2], width = width_of_query(dim), queries = part.queries;
     int64_t count = (part.last - part.head) * queries, room = count * (width + BLOCK);
@@ -469,14 +469,14 @@ static void NAME(attend_heads)(const struct sharing *job, struct NAME(part) part
     for (int64_t r = 0; r < count; r++) {
         int has_sink = a->sinks.data && part.span == part.seen.begin / SPAN;
         int64_t of_head = (part.head + r / queries) * (queries / a->q_len) + r % queries % (queries / a->q_len);
-        part.largest[r] = has_sink ? kept_sink(a->sinks.data[of_head], logits_of(&a->options)) : -INFINITY;
+        part.largest[r] = has_sink ? sink_logit(a->sinks.data[of_head], logits_of(&a->options)) : -INFINITY;
         part.total[r] = has_sink ? 1.0f : 0.0f; /* e^(sink - sink), as if it were a key */
     }
 #if defined(ELEMENT_BF16) && defined(WITH_TILES)
-    if (NAME(decodes_in_tiles)(a)) attend_span_in_tiles(&part, &few, after, is_asked_for, at);
+    if (NAME(decodes_in_tiles)(a)) attend_span_in_tiles(&part, &few, after, is_prefetched, at);
     else
 #endif
-    NAME(attend_span)(&part, after, is_asked_for, at);
+    NAME(attend_span)(&part, after, is_prefetched, at);
     float *partial = part.is_split ? NAME(partial_of)(job, part.row, part.span) + part.head * queries * (dim + 2) : 0;
     for (int64_t r = 0; r < count; r++) {
         float *sums = part.sums + r * width, whole = part.total[r] > 0.0f ? (float)a->v_scale / part.total[r] : 0.0f;
@@ -498,24 +498,24 @@ static void NAME(write_zeros)(const struct NAME(part) *part) {
                    part->a->out.size[2] * sizeof(element));
 }
 
-static void NAME(attend_parts)(const void *given, int64_t begin, int64_t end) {
-    const struct sharing *job = given;
+static void NAME(attend_parts)(const void *arg, int64_t begin, int64_t end) {
+    const struct sharing *job = arg;
     struct tile_shapes shapes = tiles_begun();
-    int is_asked_for = 0;
+    int is_prefetched = 0;
     for (int64_t task = begin; task < end; task++) {
         struct NAME(part) part = NAME(part_of)(job, task), after = {0};
         if (part.seen.end <= 0 && part.span == 0) NAME(write_zeros)(&part);
         if (part.first >= part.end) continue;
         for (int64_t then = task + 1; then < end && after.first >= after.end; then++) after = NAME(part_of)(job, then);
-        NAME(attend_heads)(job, part, after.first < after.end ? &after : 0, is_asked_for);
-        is_asked_for = 1;
+        NAME(attend_heads)(job, part, after.first < after.end ? &after : 0, is_prefetched);
+        is_prefetched = 1;
     }
     tiles_ended(shapes);
 }
 
 /* Merge the spans of some queries, each of one head, in the order of the spans. */
-static void NAME(merge_spans)(const void *given, int64_t begin, int64_t end) {
-    const struct sharing *job = given;
+static void NAME(merge_spans)(const void *arg, int64_t begin, int64_t end) {
+    const struct sharing *job = arg;
     const decode_attention_args *a = job->args;
     int64_t heads = a->q.size[1], dim = a->q.size[2], kv_heads = a->k_cache.size[2], queries = a->q_len * heads / kv_heads;
     for (int64_t task = begin; task < end; task++) {

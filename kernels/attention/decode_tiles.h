@@ -1,4 +1,4 @@
-/* Attention of few queries in matrix tiles of bf16 (native_tiles.h), with keys and values as they stand in their pages.
+/* Attention of few queries in matrix tiles of bf16 (native_tiles.h), with keys and values in their pages.
  *
  * TILE_ROWS keys are the rows of a tile. Queries of several heads share the other, each with zeros for the features of
  * heads that are not its own, so that all of a key's heads are added up in one tile of sums; where a key is infinite or no
@@ -33,9 +33,9 @@ struct few_queries {
     float *scores;                 /* [tiles of all heads][TILE_ROWS][KEYS] */
     float *sums;                   /* [heads][parts][feature / PANEL][2 * together][LANES] */
     uint32_t *weights;             /* [key / TILE_ROWS][2 * together][LANES] */
-    uint16_t *copied;              /* entries that cannot be taken as they stand */
+    uint16_t *copied;              /* entries that are not contiguous */
     float *key_scales, *value_scales;
-    int64_t share;                 /* bytes of the next block that are asked for with a product of tiles */
+    int64_t share;                 /* bytes of the next block to prefetch with a product of tiles */
 };
 
 /* A block of a row's keys, of which nobody sees those before `unseen`. */
@@ -86,7 +86,7 @@ static void put_query(const struct few_queries *few, int64_t head, int64_t r, co
     for (int64_t i = 0; i < few->dim / 2; i++) memcpy(to + i * TILE_ROWS, q + 2 * i, sizeof *to);
 }
 
-/* How many bytes are asked for with each product of tiles, if it is `bytes` while a block of `count` keys is attended to. */
+/* How many bytes to prefetch with each product of tiles, if it is `bytes` while a block of `count` keys is attended to. */
 static int64_t share_of(const struct few_queries *few, int64_t count, int64_t bytes) {
     int64_t products = few->heads * (few->tiles + parts_of(few->count)) * few->dim / TILE_IN;
     int64_t work = (count + TILE_ROWS - 1) / TILE_ROWS * (products + TURN_WORK * query_tiles(few));
@@ -104,10 +104,10 @@ INLINE void copy_entries(const int64_t code, uint16_t *to, const struct block *b
             store_words(to + i, seen_features(code, entries, block->places, j, block->unseen, block->count, i, width));
 }
 
-/* Find TILE_ROWS entries of a block, `width` values of each: as they stand, if they are seen and in one page, else copied,
+/* Find TILE_ROWS entries of a block, `width` values of each: in place, if they are seen and in one page, else copied,
  * with zeros for what nobody sees. */
-static const uint16_t *entries_at(const struct block *block, const void *entries, int64_t from, int64_t width,
-                                  uint16_t *copied, int64_t *stride) {
+static const uint16_t *tile_entries(const struct block *block, const void *entries, int64_t from, int64_t width,
+                                    uint16_t *copied, int64_t *stride) {
     int is_seen = from >= block->unseen && from + TILE_ROWS <= block->count;
     if (is_seen && !block->code && (block->first + from) % block->row->size + TILE_ROWS <= block->row->size) {
         *stride = 2 * block->row->entry;
@@ -120,11 +120,11 @@ static const uint16_t *entries_at(const struct block *block, const void *entries
 
 /* The logits of all queries with a block of keys. */
 static void block_of_logits(const struct few_queries *few, const struct block *block, const void *keys,
-                            struct coming *next) {
+                            struct prefetches *next) {
     int64_t dim = few->dim, stride, of_head = few->tiles * dim * TILE_ROWS;
     float sums[TILE_ROWS * LANES];
     for (int64_t from = 0; from < block->count; from += TILE_ROWS) {
-        const uint16_t *at = entries_at(block, keys, from, few->heads * dim, few->copied, &stride);
+        const uint16_t *at = tile_entries(block, keys, from, few->heads * dim, few->copied, &stride);
         for (int64_t head = 0; head < few->heads; head += few->side) {
             int64_t behind = least_of(head + few->side, few->heads);
             for (int64_t tile = 0; tile < few->tiles; tile++) {
@@ -132,14 +132,14 @@ static void block_of_logits(const struct few_queries *few, const struct block *b
                 for (int64_t h = head; h < behind; h++) {
                     const uint16_t *q = few->q + h * of_head + tile * dim * TILE_ROWS;
                     for (int64_t i = 0; i < dim; i += TILE_IN) {
-                        ask_for(next, few->share);
+                        prefetch(next, few->share);
                         _tile_loadd(ENTRY_TILE, at + h * dim + i, stride);
                         _tile_loadd(QUERY_TILE, q + i * TILE_ROWS, 64);
                         _tile_dpbf16ps(KEY_SUMS, ENTRY_TILE, QUERY_TILE);
                     }
                 }
                 _tile_stored(KEY_SUMS, sums, 4 * LANES);
-                ask_for(next, TURN_WORK * few->share);
+                prefetch(next, TURN_WORK * few->share);
                 uvec words[LANES];
                 for (int64_t k = 0; k < LANES; k++) words[k] = load_words(sums + k * LANES);
                 write_turned(scores_of(few, head, tile * TILE_ROWS) + from, KEYS, words);
@@ -187,7 +187,7 @@ static float few_weights(const struct few_queries *few, float *logits, int64_t r
 
 /* Add weighted values to the sums of `panels` panels, a constant where this is used. */
 INLINE void add_panels(const int panels, const struct few_queries *few, float *sums, const uint16_t *const *values,
-                       const int64_t *strides, struct coming *next, int64_t tiles, int64_t offset) {
+                       const int64_t *strides, struct prefetches *next, int64_t tiles, int64_t offset) {
     int64_t rows = 2 * few->together;
     _tile_loadd(0, sums, 4 * LANES);
     if (panels > 1) _tile_loadd(1, sums + rows * LANES, 4 * LANES);
@@ -195,7 +195,7 @@ INLINE void add_panels(const int panels, const struct few_queries *few, float *s
     if (panels > 3) _tile_loadd(3, sums + 3 * rows * LANES, 4 * LANES);
     for (int64_t n = 0; n < tiles; n++) {
         const uint16_t *at = values[n] + offset;
-        ask_for(next, panels * few->share);
+        prefetch(next, panels * few->share);
         _tile_loadd(WEIGHTS, few->weights + n * rows * LANES, 4 * LANES);
         _tile_loadd(ENTRY_TILE, at, strides[n]);
         _tile_dpbf16ps(0, WEIGHTS, ENTRY_TILE);
@@ -220,16 +220,16 @@ INLINE void add_panels(const int panels, const struct few_queries *few, float *s
 
 /* Weigh a block's keys for the queries of a head from `from` on that are together, and add its weighted values. */
 static void add_few_values(const struct few_queries *few, const struct block *block, const uint16_t *const *values,
-                       const int64_t *strides, struct coming *next, int64_t head, int64_t from) {
+                       const int64_t *strides, struct prefetches *next, int64_t head, int64_t from) {
     int64_t dim = few->dim, rows = 2 * few->together, panels = dim / PANEL, tiles = (block->count + TILE_ROWS - 1) / TILE_ROWS;
     float *sums = few->sums + (head * parts_of(few->count) + from / WEIGHED) * few->together * dim;
     for (int64_t r = from; r < least_of(from + few->together, few->count); r++) {
-        int64_t own = few->position + r / few->group - block->first, end = least_of(own + 1, block->count);
-        int64_t window = window_at(few->logits, own + block->first);
-        int64_t begin = window >= 0 && own > window ? own - window : 0, state = head * few->count + r;
+        int64_t last = few->position + r / few->group - block->first, end = least_of(last + 1, block->count);
+        int64_t window = window_at(few->logits, last + block->first);
+        int64_t begin = window >= 0 && last > window ? last - window : 0, state = head * few->count + r;
         float shrink = 1.0f, *of_query = sums + 2 * (r - from) * LANES;
         if (begin < end) {
-            ask_for(next, WEIGHT_WORK * few->share);
+            prefetch(next, WEIGHT_WORK * few->share);
             shrink = few_weights(few, scores_of(few, head, r), r - from, tiles * TILE_ROWS, begin, end,
                                  few->largest + state, few->total + state);
         } else {
@@ -253,12 +253,12 @@ static void add_few_values(const struct few_queries *few, const struct block *bl
 }
 
 /* Let a head's queries attend to a block, whose logits are known. */
-static void attend_to_values(const struct few_queries *few, const struct block *block, const void *values, struct coming *next,
-                         int64_t head) {
+static void attend_to_values(const struct few_queries *few, const struct block *block, const void *values,
+                             struct prefetches *next, int64_t head) {
     const uint16_t *at[KEYS / TILE_ROWS];
     int64_t strides[KEYS / TILE_ROWS];
     for (int64_t n = 0; n * TILE_ROWS < block->count; n++)
-        at[n] = entries_at(block, values, n * TILE_ROWS, few->dim, few->copied + n * TILE_ROWS * few->dim, strides + n);
+        at[n] = tile_entries(block, values, n * TILE_ROWS, few->dim, few->copied + n * TILE_ROWS * few->dim, strides + n);
     for (int64_t from = 0; from < few->count; from += WEIGHED) add_few_values(few, block, at, strides, next, head, from);
 }
 

@@ -1,8 +1,8 @@
 /* Causal attention of each row's newest tokens over the row's own pages; see extend_attention.py for the formula.
  *
- * Some tokens of a row, and all heads that share a key head, are done together: a key or value that was brought out of its
- * page serves them all. Keys are taken KEYS at a time with a running sum and reference, as in decode_attention.c, which comes
- * before this file in the unit.
+ * Some tokens of a row, and all heads that share a key head, are done together: a key or value is read from its page once for
+ * all of them. Keys are taken KEYS at a time with a running sum and reference, as in decode_attention.c, which comes before
+ * this file in the unit.
  */
 #include "native.h"
 #include "attention_lanes.h"
@@ -34,30 +34,30 @@ static void NAME(extend)(const extend_attention_args *a, int64_t row, int64_t be
     factor *q = (factor *)carved(&at, padded * width / OF_WORD);
     float *sums = carved(&at, padded * width), *largest = carved(&at, padded), *total = carved(&at, padded);
     struct block_room room = block_room_at(&at, width, a->k_scales.data != 0);
-    struct query_lanes given = {q, sums, largest, total, queries, dim, width, position, group, logits_of(&a->options)};
+    struct query_lanes lanes = {q, sums, largest, total, queries, dim, width, position, group, logits_of(&a->options)};
     struct paged entries = PAGES_OF(row, a->page_table, a->k_cache);
     const char *keys = (const char *)a->k_cache.data + head * dim * size;
     const char *values = VALUES(a) + head * dim * size;
     int64_t memory[2][KEYS], *places = memory[0], *next = memory[1], offset = (cu_q[row] + begin) * heads + head * group;
-    bring_queries(&given, (const element *)a->q.data + offset * dim, heads, a->sinks.data ? a->sinks.data + head * group : 0);
+    pack_queries(&lanes, (const element *)a->q.data + offset * dim, heads, a->sinks.data ? a->sinks.data + head * group : 0);
     int64_t last = least_of(position + end - begin, a->page_table.size[1] * a->k_cache.size[1]);
-    int64_t window = window_at(given.logits, position), begins = window >= 0 && position > window ? position - window : 0;
+    int64_t window = window_at(lanes.logits, position), begins = window >= 0 && position > window ? position - window : 0;
     int64_t first = begins / KEYS * KEYS, count = least_of(last - first, KEYS), coming;
     if (count > 0) locate(places, &entries, first, count);
     for (; count > 0; count = coming, first += KEYS) {
         coming = first + KEYS < last ? least_of(last - first - KEYS, KEYS) : 0;
         locate(next, &entries, first + KEYS, coming);
-        struct coming ahead = {keys, values, next, coming, dim * size, size};
+        struct prefetches ahead = {keys, values, next, coming, dim * size, size};
         if (room.key_scales) {
             read_scales(room.key_scales, a->k_scales.data, &entries, kv_heads, head, first, begins - first, count);
             read_scales(room.value_scales, a->v_scales.data, &entries, kv_heads, head, first, begins - first, count);
         }
         BY_CODE(code, gather, &room, keys, values, places, begins - first, count, dim, width);
-        attend_block(&given, &room, first, count, &ahead);
+        attend_block(&lanes, &room, first, count, &ahead);
         int64_t *done = places;
         places = next, next = done;
     }
-    write_results((element *)a->out.data + offset * a->out.size[2], &given, heads, SKIPPED(a), (float)a->v_scale);
+    write_results((element *)a->out.data + offset * a->out.size[2], &lanes, heads, SKIPPED(a), (float)a->v_scale);
 }
 
 static int NAME(are_few)(const extend_attention_args *a, int64_t tokens) {
@@ -85,7 +85,7 @@ static void NAME(extend_few)(const extend_attention_args *a, int64_t row, int64_
     NAME(attend_heads)(&whole, part, 0, 0);
 }
 
-/* How many tokens of a row there are to do: none where what stands there cannot be. */
+/* The tokens of a row; 0 for lengths that are not valid. */
 static int64_t NAME(tokens_of)(const extend_attention_args *a, int64_t row) {
     int64_t begin = a->cu_seqlens_q.data[row], end = a->cu_seqlens_q.data[row + 1];
     return begin >= 0 && end >= begin && end <= a->q.size[0] ? end - begin : 0;
@@ -93,15 +93,15 @@ static int64_t NAME(tokens_of)(const extend_attention_args *a, int64_t row) {
 
 static void NAME(extend_tasks)(const void *job, int64_t begin, int64_t end) {
     const extend_attention_args *a = job;
-    int64_t kv_heads = a->k_cache.size[2], together = NAME(tokens_together)(a), row = 0, before = 0, here = 0;
+    int64_t kv_heads = a->k_cache.size[2], together = NAME(tokens_together)(a), row = 0, before = 0, tasks_of_row = 0;
     struct tile_shapes shapes = tiles_begun();
     set_tile_rows(TILE_ROWS, TILE_ROWS);
     for (int64_t task = begin; task < end; task++) {
-        for (;; row++, before += here) { /* which row's task it is */
-            here = (NAME(tokens_of)(a, row) + together - 1) / together * kv_heads;
-            if (task < before + here) break;
+        for (;; row++, before += tasks_of_row) { /* which row's task it is */
+            tasks_of_row = (NAME(tokens_of)(a, row) + together - 1) / together * kv_heads;
+            if (task < before + tasks_of_row) break;
         }
-        int64_t part = here / kv_heads - 1 - (task - before) / kv_heads; /* the last see the most: first in a share */
+        int64_t part = tasks_of_row / kv_heads - 1 - (task - before) / kv_heads; /* the last see the most: first in a share */
         int64_t first = part * together, tokens = NAME(tokens_of)(a, row), head = (task - before) % kv_heads;
         if (NAME(are_few)(a, tokens)) NAME(extend_few)(a, row, tokens, head);
         else NAME(extend)(a, row, first, least_of(first + together, tokens), head);
