@@ -307,7 +307,7 @@ def append_attention(
         work: the plan of the rows, the new tokens included, and its workspace.
         rope: norm and rotation of queries and keys.
         max_items: what the plan was sized for (`work_items`).
-        options: what becomes of the logits.
+        options: options of the logits.
         k_scale: divides keys before fp8 holds them, and multiplies them afterwards.
         v_scale: the same of values.
         scales: written and read with the entries of an int8 cache.

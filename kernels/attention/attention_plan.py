@@ -43,7 +43,7 @@ class PlanMeta(NamedTuple):
 
 
 def work_items(rows: int, wave_items: int, max_splits: int = 0) -> int:
-    """Return how many work items a plan over `rows` rows may hold: what grids and workspaces are sized by.
+    """Return how many work items a plan over `rows` rows may hold, the size of grids and workspaces.
 
     `wave_items` (times kv heads: programs) run at the same time. `max_splits`: with a fixed split size, the most splits
     of the longest row; 0 without.

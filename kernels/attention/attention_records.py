@@ -76,7 +76,7 @@ class AttentionOptions(NamedTuple):
     is_chunked: bool = False
 
     def scale_of(self, head_dim: int) -> float:
-        """Return what multiplies the logits of heads of so many channels."""
+        """Return the scale of the logits of heads of so many channels."""
         return 1.0 / math.sqrt(head_dim) if self.sm_scale is None else self.sm_scale
 
     def scaled(self, head_dim: int, k_scale: float = 1.0) -> "AttentionOptions":

@@ -152,7 +152,7 @@ class HeadPages(NamedTuple):
 
 @triton.jit
 def head_pages(cache, pages, kv_head, META: tl.constexpr):
-    """Return what `attend_span` reads of a kv head of the row whose pages are listed at `pages`."""
+    """Return the arguments of `attend_span` for a kv head of the row whose pages are listed at `pages`."""
     wide_head = kv_head.to(tl.int64)
     keys = cache.k_cache + wide_head * cache.k_head_stride
     values = cache.v_cache + wide_head * cache.v_head_stride
@@ -369,7 +369,7 @@ def compute_dtype(q: torch.dtype, cache: torch.dtype) -> Any:
 
 
 def cache_bytes(cache: Tensor) -> tuple[Tensor, str]:
-    """Return what the kernel loads, and how it decodes it; int8, and fp8 that hardware does not convert, are bytes."""
+    """Return the tensor that kernels load, and its code; int8, and fp8 that hardware does not convert, are bytes."""
     kv_format = format_of(cache.dtype)
     is_converted = kv_format.is_converted and cache.is_cuda and torch.cuda.get_device_capability(cache.device) >= (8, 9)
     return (cache, "") if not kv_format.code or is_converted else (cache.view(torch.uint8), kv_format.code)
@@ -413,7 +413,7 @@ def decode_tile(queries: int, head_dim: int, value_dim: int, q: torch.dtype, cac
 
 
 def registers(most: int = _MOST_REGISTERS) -> dict[str, int]:
-    """Return what lets a kernel take so many registers of a thread, where shared memory has room for few programs.
+    """Return the launch option that lets a kernel take so many registers of a thread, for few programs a processor.
 
     The compiler saves registers for more of them otherwise, and spills.
     """

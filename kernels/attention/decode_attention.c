@@ -282,7 +282,7 @@ static const element *NAME(joined)(element *room, const decode_attention_args *a
     return room;
 }
 
-/* The queries of some key heads of one row, and what becomes of them over a span of keys. */
+/* The queries of some key heads of one row, and their results over a span of keys. */
 struct NAME(part) {
     const decode_attention_args *a;
     struct paged entries;

@@ -21,7 +21,7 @@
 #define TURN_WORK 4   /* to turn logits takes as long as so many products of tiles */
 #define WEIGHT_WORK 8 /* the same of a query's weights of a block */
 
-/* The queries of some key heads of one row, and room for what becomes of a block of keys. */
+/* The queries of some key heads of one row, and workspace for a block of keys. */
 struct few_queries {
     int64_t heads, count, dim;     /* key heads, and the queries of each */
     int64_t side, tiles;           /* heads that share a tile, and tiles of one head: one of them is 1 */

@@ -1,4 +1,4 @@
-"""Which keys each query of a cascade's level sees: lists of rows of queries and of pages, spread over the queries."""
+"""The keys that each query of a cascade's level sees, from lists of rows of queries and of pages."""
 
 import numpy as np
 import torch

@@ -11,7 +11,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Options:
-    """What the definition leaves open."""
+    """Options of attention."""
 
     sm_scale: float
     v_scale: float = 1.0

@@ -226,7 +226,7 @@ def test_kernel_agrees_with_float64_on_every_pair_of_options(number, device):
 
 
 def two_launches(out, k_cache, v_cache, qkv, table, work, rope, items, options, *others):
-    """What one launch of `append_attention` does, by an append and an attention."""
+    """`append_attention` as an append and an attention."""
     kv_lens, scales = work.kv_lens, others[-1]
     q, at = torch.empty_like(out), torch.arange(len(out), dtype=torch.int32, device=out.device)
     live = (kv_lens[: len(out)] > 0).sum().to(torch.int32).view(1)

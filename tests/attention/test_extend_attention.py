@@ -184,7 +184,7 @@ def test_a_query_that_is_no_number_stays_so_and_spoils_no_other(version, dtype, 
 @compiled
 @pytest.mark.parametrize("window_left", [-1, 70])
 def test_a_prompts_logits_may_grow_from_key_to_key(window_left):
-    """What was summed is scaled anew within blocks of keys and between them, for one query or many."""
+    """Sums are rescaled within blocks of keys and between them, for one query or many."""
     tokens, group, dim = 401, 3, 64
     rows = PagedRows.random([tokens], page_size=16, kv_heads=2, head_dim=dim, dtype=torch.bfloat16, seed=5)
     growth = torch.linspace(0, 60, tokens)[:, None, None].bfloat16()

@@ -1,4 +1,4 @@
-"""What comes through the doors from outside: entry points of packages, and single files, in every process."""
+"""Extensions from outside: entry points of packages, and single files, in every process."""
 
 import json
 import os

@@ -220,7 +220,7 @@ class CacheMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.written and self.tokens)
     @rule(data=st.data(), child=IDS)
     def fork_and_cut(self, data, child):
-        """What a rejected branch does: the last page that remains is shared, and about to be written."""
+        """A rejected branch: the last page that remains is shared, and about to be written."""
         if child in self.tokens:
             return
         self.fork(data, child)
@@ -354,7 +354,7 @@ class Weights:
 
 
 def full_pass(x, layers, dtype):
-    """What every token's hidden state is after each layer, without any cache."""
+    """Every token's hidden state after each layer, without any cache."""
     states = []
     for weights in layers:
         q, k, v = weights.project(x, dtype)

@@ -20,7 +20,7 @@ SLOPES = (0.3, 0.1, 0.7, 0.05)
 
 
 def visible_keys(q_len, kv_len, mask, window=(-1, -1), bottom_right=None):
-    """Which keys each query sees, and its position, from the published table of masks."""
+    """The keys that each query sees, and its position, from the published table of masks."""
     corner = "bottom_right" in mask or ("causal" not in mask and bottom_right is not False)
     at = torch.arange(q_len)[:, None] + (kv_len - q_len if corner else 0)
     keys = torch.arange(kv_len)

@@ -26,7 +26,7 @@ def probs_of(rows, vocab=VOCAB, seed=0, device="cpu"):
 
 
 def kept_ids(line, top_k=None, top_p=None, min_p=None, joint=False):
-    """Which tokens of one row the definition keeps, in float64."""
+    """The tokens of one row that the definition keeps, in float64."""
     line = line.double().cpu()
     above = [line[line > each] for each in line]
     chosen = torch.ones(len(line), dtype=torch.bool)

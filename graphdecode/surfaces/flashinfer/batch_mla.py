@@ -181,7 +181,7 @@ class BatchMLAPagedAttentionWrapper:
             metadata: the rows in place of the first four arguments, or of the next three.
             cum_seq_lens_q, block_tables, seq_lens: the rows with their pages as a table, see `MLAPlanMetadata`.
             query_layout, kv_cache_layout: part of the surface; `run` takes both forms of both.
-            lse_mode: `none`, or the base of log-sum-exps that `run` is asked for.
+            lse_mode: `none`, or the base of log-sum-exps that `run` returns.
             output_dtype: float16, bfloat16, float32, or the queries'; None: the queries'.
             scale_mode: part of the surface; `run` takes its own scales.
             use_sinks: whether `run` has sinks.
@@ -262,7 +262,7 @@ class BatchMLAPagedAttentionWrapper:
         return work
 
     def _divided(self, problem: LatentProblem, queries: int) -> tuple[int, PlanSizes, bool]:
-        """Return the most work items of so many queries, what they are split by, and whether they are at all."""
+        """Return the most work items of so many queries, the sizes of splits, and whether rows are split at all."""
         wave_items = problem.wave_items(self.device)
         items = work_items(queries, wave_items)
         most_items = self._workspace.nbytes // (4 * problem.floats_of_query)
@@ -427,7 +427,7 @@ def _parts_of(
 
 
 def _unplanned(queries: tuple[Tensor, Tensor], caches: tuple[Tensor, Tensor]) -> _Contract:
-    """Return what a run without a plan means, by its tensors."""
+    """Return the options of a run without a plan, from its tensors."""
     (q_nope, q_pe), (ckv_cache, _) = queries, caches
     require_fit("q_nope", q_nope, ("tokens", "heads", "head_dim_ckv"))
     require_fit("q_pe", q_pe, ("tokens", "heads", "head_dim_kpe"))

@@ -21,7 +21,7 @@ _TILE_QUERIES = 64  # queries times heads of a group that share one reading of t
 
 
 class LevelLists(NamedTuple):
-    """Which rows of queries see which pages; all int32."""
+    """The rows of queries of a level, and the pages that each sees; all int32."""
 
     qo_indptr: Tensor  # [rows + 1], where each row's queries begin
     indptr: Tensor  # [rows + 1], where each row's pages begin in `indices`

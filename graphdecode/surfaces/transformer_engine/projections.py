@@ -36,14 +36,14 @@ def frozen(*shape: int, value: float, like: dict[str, object]) -> nn.Parameter:
 
 
 class Initializers(NamedTuple):
-    """What fills new weights in place; None: a normal distribution with a standard deviation of 0.023."""
+    """Functions that fill new weights in place; None: a normal distribution with a standard deviation of 0.023."""
 
     inner: Callable[[Tensor], object] | None  # those of queries, keys, values, and of a perceptron's first layer
     outer: Callable[[Tensor], object] | None  # those of the layers whose outputs are added to the residual stream
     tracker: Callable[[], Any] | None  # returns an object whose `fork()` is a context with another random state
 
     def check(self) -> None:
-        """Refuse what cannot be called."""
+        """Raise ValueError for an argument that is not callable."""
         names = ("init_method", "output_layer_init_method", "get_rng_state_tracker")
         for name, function in zip(names, self, strict=True):
             if function is not None and not callable(function):
