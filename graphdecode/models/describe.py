@@ -29,7 +29,7 @@ def describe_model(
 def check_model(
     model: str | Path, *, model_impl: str = "auto", trust_remote_code: bool = False
 ) -> ModelConfig | AdoptedConfig:
-    """Do the same, and check that the expected tensors are there, with their shapes."""
+    """Return a model's configuration, and check that the expected tensors are there, with their shapes."""
     source = open_source(model)
     by_transformers = adopted_folder(source, model_impl, trust_remote_code=trust_remote_code)
     if by_transformers is None:

@@ -32,14 +32,14 @@ def test_layers_keep_the_values_of_each_type_and_those_with_none_are_undone(tmp_
     path = quantized_file(tmp_path / "small.gguf", name, TYPES)
     model, source = load_model(path, device="cpu", dtype="float32", quantize="gguf"), Gguf(path)
     linears = model.layers[1].linears
-    assert [type(linears[name]) for name in ("qkv", "o", "gate_up", "down")] == [
+    assert [type(linears[linear]) for linear in ("qkv", "o", "gate_up", "down")] == [
         *(PanelLinear, PanelLinear, Panels, PanelLinear)
     ]
     at = "model.layers.1."
     names = {"qkv": [f"self_attn.{part}_proj" for part in "qkv"], "o": ["self_attn.o_proj"]}
     names |= {"gate_up": ["mlp.gate_proj", "mlp.up_proj"], "down": ["mlp.down_proj"]}
-    for name, form in linears.items():
-        weight = torch.cat([values(source, f"{at}{part}.weight") for part in names[name]])
+    for linear, form in linears.items():
+        weight = torch.cat([values(source, f"{at}{part}.weight") for part in names[linear]])
         bias = 0 if form.bias is None else form.bias
         torch.testing.assert_close(product(form), weight.T + bias, rtol=1e-5, atol=1e-6)
 

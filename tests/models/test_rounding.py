@@ -7,7 +7,6 @@ are, nor what compiled products give. With all of these rounded the error is som
 import random
 from contextlib import nullcontext
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import pytest
@@ -17,7 +16,7 @@ from test_against_transformers import STEPS, decoded_logits, texts
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from graphdecode import LLM, SamplingParams
+from graphdecode import LLM
 from graphdecode.kernels.native import library as native
 from graphdecode.kernels.native.instructions import instructions
 
@@ -61,40 +60,35 @@ PROMPT_LENGTHS = (3, 9, 15, 16, 17, 33, 50, 70)
 NEAR_TIE = 6 * 2**-8  # of the largest logit: six roundings to bfloat16, whose unit roundoff is 2^-8
 
 
-def prompts() -> list[list[int]]:
-    rng = random.Random(7)
-    return [[rng.randrange(256) for _ in range(length)] for length in PROMPT_LENGTHS]
+def check_near_ties(exact: Any, prompt: list[int], ours: list[int], others: list[int]) -> tuple[Tensor, bool]:
+    """Check that our tokens are nearly the best, and nearly another's where the texts part.
 
-
-@torch.no_grad()
-def logits_along(model: torch.nn.Module, prompt: list[int], answer: list[int]) -> torch.Tensor:
-    """The logits from which each token of an answer was chosen, [tokens, vocabulary]."""
-    return model(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1]
+    Return how far apart the best two tokens are at each place, in near ties, and whether the texts part.
+    """
+    with torch.no_grad():
+        logits = exact(torch.tensor([prompt + ours])).logits[0, len(prompt) - 1 : -1]
+    tie, best = NEAR_TIE * float(logits.abs().max()), logits.topk(2).values
+    lost = best[:, 0] - logits.gather(1, torch.tensor(ours)[:, None])[:, 0]
+    assert lost.max() < tie, f"token {int(lost.argmax())} is {lost.max():.4f} below the best"
+    split = next((at for at, pair in enumerate(zip(ours, others, strict=True)) if pair[0] != pair[1]), None)
+    if split is not None:
+        gap = abs(float(logits[split, ours[split]] - logits[split, others[split]]))
+        assert gap < tie, f"texts part at {split}, where the tokens are {gap:.4f} apart"
+    return (best[:, 0] - best[:, 1]) / tie, split is not None
 
 
 @pytest.mark.parametrize("name", ["llama-3.2", "qwen3"])
 def test_where_texts_part_from_transformers_the_two_tokens_are_near_ties(checkpoint, name):
     theirs = AutoModelForCausalLM.from_pretrained(checkpoint(name), dtype=torch.bfloat16).eval()
     exact = AutoModelForCausalLM.from_pretrained(checkpoint(name), dtype=torch.float32).eval()
-    params = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True)
+    rng = random.Random(7)
+    prompts = [[rng.randrange(256) for _ in range(length)] for length in PROMPT_LENGTHS]
     with LLM(checkpoint(name), dtype="bfloat16", max_batch_size=8, max_sequence_length=160, page_size=8) as llm:
-        outputs = llm.generate(prompts(), params, use_tqdm=False)
-    parted, gaps = 0, []
-    for output in outputs:
-        ours, other = output.outputs[0].token_ids, reference_tokens(theirs, output.prompt_token_ids, NEW_TOKENS)
-        logits = logits_along(exact, output.prompt_token_ids, ours)
-        tie = NEAR_TIE * float(logits.abs().max())
-        best = logits.max(-1).values
-        lost = best - logits.gather(1, torch.tensor(ours)[:, None])[:, 0]
-        assert lost.max() < tie, f"token {int(lost.argmax())} is {lost.max():.4f} below the best"
-        gaps.append(float((best - logits.topk(2).values[:, 1]).median()) / tie)
-        splits = [at for at, pair in enumerate(zip(ours, other, strict=True)) if pair[0] != pair[1]]
-        if splits:
-            parted += 1
-            gap = float(logits[splits[0], ours[splits[0]]] - logits[splits[0], other[splits[0]]])
-            assert abs(gap) < tie, f"texts part at {splits[0]}, where the tokens are {abs(gap):.4f} apart"
-    assert parted, "no texts part: nothing was shown"
-    assert min(gaps) > 1, "most places must be no near-ties, or this shows nothing"
+        answers = greedy_tokens(llm, prompts, NEW_TOKENS)
+    others = [reference_tokens(theirs, prompt, NEW_TOKENS) for prompt in prompts]
+    checks = [check_near_ties(exact, *row) for row in zip(prompts, answers, others, strict=True)]
+    assert any(parted for _, parted in checks), "no texts part: nothing was shown"
+    assert min(gaps.median() for gaps, _ in checks) > 1, "most places must be no near-ties, or this shows nothing"
 
 
 @pytest.mark.parametrize("settings", [{"num_tokens": 7}, {"num_tokens": "auto", "steps_per_launch": 3}], ids=str)
@@ -112,15 +106,7 @@ def test_where_texts_part_from_those_without_speculation_the_two_tokens_are_near
             accepted = llm.stats.spec_decode_num_accepted_tokens
     assert accepted > NEW_TOKENS
     exact = AutoModelForCausalLM.from_pretrained(checkpoint("qwen3"), dtype=torch.float32).eval()
-    gaps: list[float] = []
-    for prompt, plain, fast in zip(repeating, *answers, strict=True):
-        logits = logits_along(exact, prompt, fast)
-        tie, best = NEAR_TIE * float(logits.abs().max()), logits.topk(2).values
-        lost = best[:, 0] - logits.gather(1, torch.tensor(fast)[:, None])[:, 0]
-        assert lost.max() < tie, f"token {int(lost.argmax())} is {lost.max():.4f} below the best"
-        gaps += ((best[:, 0] - best[:, 1]) / tie).tolist()
-        at = next((at for at, pair in enumerate(zip(plain, fast, strict=True)) if pair[0] != pair[1]), None)
-        if at is not None:
-            gap = float(logits[at, plain[at]] - logits[at, fast[at]])
-            assert abs(gap) < tie, f"texts part at {at}, where the tokens are {abs(gap):.4f} apart"
-    assert median(gaps) > 1, "most places must be no near-ties, or this shows nothing"
+    checks = [check_near_ties(exact, *row) for row in zip(repeating, *reversed(answers), strict=True)]
+    assert torch.cat([gaps for gaps, _ in checks]).median() > 1, (
+        "most places must be no near-ties, or this shows nothing"
+    )
