@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import ctypes
-import functools
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -15,11 +14,12 @@ import torch
 from graphdecode.errors import GraphdecodeError
 from graphdecode.graphs.cuda import CudaStepGraph
 from graphdecode.graphs.step_graph import LoopControl, StepLoop
+from graphdecode.kernels.cuda import nvrtc
 
 try:
-    from cuda.bindings import driver, nvrtc
+    from cuda.bindings import driver
 except ImportError:  # without cuda-python steps are launched one by one
-    driver = nvrtc = None
+    driver = None
 
 WHILE_NODES_SINCE = 12040  # the driver's CUDA version
 _BODY_KINDS = {"kernel", "memcpy", "memset", "graph", "empty", "conditional"}
@@ -27,48 +27,14 @@ _COUNT_BYTES = 4
 _TIMED_LAUNCHES = 3
 CONDITION = b"graphdecode_loop_goes_on"
 
-# the declaration replaces a header of the CUDA toolkit; the compiler provides the function
-CONDITION_SOURCE = b"""
-typedef unsigned long long cudaGraphConditionalHandle;
-extern "C" __device__ void cudaGraphSetConditional(cudaGraphConditionalHandle handle, unsigned int value);
-
-extern "C" __global__ void graphdecode_loop_goes_on(
-    cudaGraphConditionalHandle handle, int *count, const int *limit, const int *running, const int *live_rows,
-    long long *tally)
-{
-    int steps = *count + 1;
-    *count = steps;
-    tally[0] += 1;
-    tally[1] += *live_rows;
-    cudaGraphSetConditional(handle, steps < *limit && *running > 0);
-}
-"""
-
 
 class LoopRefusedError(GraphdecodeError, RuntimeError):
     """This kind of loop is not available; the message says why."""
 
 
 def compile_condition(capability: tuple[int, int]) -> bytes:
-    """Return the condition kernel's cubin for a compute capability, such as (9, 0).
-
-    Raises:
-        RuntimeError: there is no NVRTC, or it fails.
-    """
-    if nvrtc is None:
-        raise RuntimeError("cuda-python is not installed")
-    checked = functools.partial(_checked, call="NVRTC refused to compile the loop's condition")
-    major, minor = capability
-    option = f"--gpu-architecture=sm_{major}{minor}".encode()
-    (program,) = checked(nvrtc.nvrtcCreateProgram(CONDITION_SOURCE, b"loop_condition.cu", 0, [], []))
-    try:
-        checked(nvrtc.nvrtcCompileProgram(program, 1, [option]))
-        (size,) = checked(nvrtc.nvrtcGetCUBINSize(program))
-        code = b" " * size
-        checked(nvrtc.nvrtcGetCUBIN(program, code))
-    finally:
-        nvrtc.nvrtcDestroyProgram(program)
-    return code
+    """Return the condition kernel's cubin for a compute capability, such as (9, 0); a RuntimeError without NVRTC."""
+    return nvrtc.compiled("loop_condition.cu", {}, nvrtc.architecture(capability))
 
 
 def seconds_of_step(loop: StepLoop, steps: int, device: torch.device) -> float:

@@ -26,6 +26,7 @@ import torch
 from cuda.bindings import driver as cuda
 
 from graphdecode.graphs import cuda_loop
+from graphdecode.kernels.cuda import nvrtc
 
 SOURCES = Path(__file__).parent
 SONAME = "libcuda.so.1"
@@ -169,4 +170,5 @@ def device_code(source: str, parameters: dict[str, list[int]], folder: Path) -> 
 
 def condition_code(folder: Path) -> bytes:
     """Return the loop's condition, from its own source, for the stand-in's devices."""
-    return device_code(cuda_loop.CONDITION_SOURCE.decode(), {cuda_loop.CONDITION.decode(): [WORD_BYTES] * 6}, folder)
+    source = (nvrtc.FOLDER / "loop_condition.cu").read_text()
+    return device_code(source, {cuda_loop.CONDITION.decode(): [WORD_BYTES] * 6}, folder)

@@ -57,7 +57,8 @@ _VARIABLES = [  # name, what it takes, what holds if it is left out, meaning
         "GRAPHDECODE_NVRTC",
         "0",
         "CUDA C++ kernels if NVRTC is there",
-        "0 (no, off, false): on a GPU no [CUDA C++](kernels.md) is compiled; Triton's kernels serve.",
+        "0 (no, off, false): on a GPU no [CUDA C++](kernels.md) is compiled; Triton's kernels serve, and "
+        "`steps_per_launch` makes that many launches.",
     ),
     ("CC", "a command", "the first of `cc`, `gcc` and `clang`", "The C compiler."),
 ]
