@@ -331,7 +331,7 @@ def _scales(
     least = torch.finfo(dtype).tiny
     if scheme.bits == 8:
         return (largest / (_FLOAT8_MOST if scheme.code == "e4m3" else 127.0)).to(dtype).clamp_(min=least)
-    best, best_error = torch.empty_like(largest, dtype=dtype), torch.full_like(largest, torch.inf)
+    best, best_error = largest.to(dtype), torch.full_like(largest, torch.inf)  # NaN stays
     for code in _LARGEST_CODES:
         scales = (largest / code).to(dtype).clamp_(min=least)
         wide = scales.float()[..., None]
