@@ -170,20 +170,20 @@ class ExpertPanels(ExpertForm):
         cls, source: TensorSource, names: ExpertNames, bias: Tensor | None, options: FormOptions
     ) -> ExpertForm | None:
         """Read all experts' weights; None unless all are quantized alike."""
-        if PanelLinear.why_not(options):
+        if PanelLinear.unavailable_reason(options):
             return None
         firsts: list[QuantizedWeight] = []  # per expert
 
-        def made() -> Iterator[QuantizedPanels | None]:
+        def panels_of_experts() -> Iterator[QuantizedPanels | None]:
             for parts in _experts(source, names, PanelLinear):
-                panels = [held for part in parts if (held := part.panels(by_values=False)) is not None]
+                panels = [each for part in parts if (each := part.panels(by_values=False)) is not None]
                 if not parts or len(panels) < len(parts):
                     yield None
                     return
                 firsts.append(parts[0])
                 yield joined_panels(panels, interleaved=True)
 
-        weight = stacked_panels(made(), names.experts)
+        weight = stacked_panels(panels_of_experts(), names.experts)
         columns = [first.order.int() for first in firsts if first.order is not None]
         if weight is None or 0 < len(columns) < names.experts:
             return None
@@ -195,8 +195,8 @@ class ExpertPanels(ExpertForm):
         return LinearChoice(self.layout)
 
     def apply(self, out: Tensor, x: Tensor, pairs: Routed) -> None:
-        held = (self.weight, self.columns, self.bias)
-        quantized_expert_linear(out, x, *held, pairs, batch_invariant=self.batch_invariant)
+        weights = (self.weight, self.columns, self.bias)
+        quantized_expert_linear(out, x, *weights, pairs, batch_invariant=self.batch_invariant)
 
 
 @dataclass(frozen=True)
@@ -213,18 +213,22 @@ class ExpertTiles(ExpertForm):
         cls, source: TensorSource, names: ExpertNames, bias: Tensor | None, options: FormOptions
     ) -> ExpertForm | None:
         """Read all experts' weights; None unless all are quantized alike, and tiles support that."""
-        if TiledLinear.why_not(options):
+        if TiledLinear.unavailable_reason(options):
             return None
-        held: list[WeightTiles] = []
+        expert_tiles: list[WeightTiles] = []
         for parts in _experts(source, names, TiledLinear):
             tiles = [own for part in parts if part.order is None and (own := part.tiles()) is not None]
-            if not parts or len(tiles) < len(parts) or {own.layout for own in tiles} != {(held or tiles)[0].layout}:
+            if (
+                not parts
+                or len(tiles) < len(parts)
+                or {own.layout for own in tiles} != {(expert_tiles or tiles)[0].layout}
+            ):
                 return None
-            held += [moved_tiles(own, options.device) for own in tiles]
-        if len({part.scales.dtype for part in held}) > 1:
+            expert_tiles += [moved_tiles(own, options.device) for own in tiles]
+        if len({part.scales.dtype for part in expert_tiles}) > 1:
             return None
         major = torch.cuda.get_device_properties(options.device).major
-        return cls(shape_of(source, names), bias, joined_tiles(held), major, options.batch_invariant)
+        return cls(shape_of(source, names), bias, joined_tiles(expert_tiles), major, options.batch_invariant)
 
     def apply(self, out: Tensor, x: Tensor, pairs: Routed) -> None:
         """Write the product of each listed pair into `out`; tiles have the rows that an expert has on average."""

@@ -30,23 +30,23 @@ def register_form(form: type[WeightForm], *, replace: bool = False) -> None:
         ArgumentError: the name is taken.
     """
     names = {form.path, form.quantize or form.path}
-    taken = names & {name for each in FORMS for name in (each.path, each.quantize)}
-    refuse_taken("a form", min(taken, default=""), bool(taken), replace)
+    conflicts = names & {name for each in FORMS for name in (each.path, each.quantize)}
+    refuse_taken("a form", min(conflicts, default=""), bool(conflicts), replace)
     FORMS.insert(0, form)
 
 
 _OUTSIDE = EntryPoints("graphdecode.forms", lambda _, form: register_form(form), FORMS)
 
 
-def _known_forms() -> list[type[WeightForm]]:
+def _forms() -> list[type[WeightForm]]:
     if not _OUTSIDE.is_found:
         _OUTSIDE.find()
     return FORMS
 
 
-def _asked(options: FormOptions) -> list[type[WeightForm]]:
-    wanted = options.quantize
-    return [form for form in _known_forms() if form.quantize == wanted or (wanted is None and form.is_of_source)]
+def _candidates(options: FormOptions) -> list[type[WeightForm]]:
+    quantize = options.quantize
+    return [form for form in _forms() if form.quantize == quantize or (quantize is None and form.is_of_source)]
 
 
 def check_options(options: FormOptions, others: tuple[str, ...] = ()) -> None:
@@ -54,23 +54,23 @@ def check_options(options: FormOptions, others: tuple[str, ...] = ()) -> None:
 
     `others`: further values of `quantize`, for the message.
     """
-    asked = _asked(options)
-    if not asked:
+    candidates = _candidates(options)
+    if not candidates:
         names = dict.fromkeys((*(form.quantize for form in FORMS), *others))
-        known = " or ".join(["None", *(repr(name) for name in names if name)])
-        raise ArgumentError(f"quantize must be {known}, got {options.quantize!r}; a form {BRING_YOUR_OWN}")
-    if all(form.why_not(options) for form in asked):
-        raise ArgumentError(f"quantize={options.quantize!r} {asked[-1].why_not(options)}")
+        allowed = " or ".join(["None", *(repr(name) for name in names if name)])
+        raise ArgumentError(f"quantize must be {allowed}, got {options.quantize!r}; a form {BRING_YOUR_OWN}")
+    if all(form.unavailable_reason(options) for form in candidates):
+        raise ArgumentError(f"quantize={options.quantize!r} {candidates[-1].unavailable_reason(options)}")
 
 
 def has_form(options: FormOptions) -> bool:
     """Whether `quantize` names an available form."""
-    return any(form.quantize == options.quantize and not form.why_not(options) for form in _known_forms())
+    return any(form.quantize == options.quantize and not form.unavailable_reason(options) for form in _forms())
 
 
 def load_linear(source: TensorSource, names: LinearNames, options: FormOptions) -> WeightForm:
     """Read a layer's tensors in the fastest form for decode steps."""
-    form = quantized_form(source, names, options) or _form_of_plain(options)
+    form = quantized_form(source, names, options) or _default_form(options)
     return form.load(source, names, options)
 
 
@@ -87,7 +87,7 @@ def load_experts(source: TensorSource, names: ExpertNames, bias: Tensor | None, 
 
 def linear_of(weight: Tensor, bias: Tensor | None, options: FormOptions) -> WeightForm:
     """Return a plain weight [out_features, in_features] in the fastest form for decode steps."""
-    return _form_of_plain(options).of(weight, bias, options)
+    return _default_form(options).of(weight, bias, options)
 
 
 def tied_linear(weight: Tensor, source: TensorSource, names: LinearNames, options: FormOptions) -> WeightForm:
@@ -99,11 +99,16 @@ def tied_linear(weight: Tensor, source: TensorSource, names: LinearNames, option
 
 def quantized_form(source: TensorSource, names: LinearNames, options: FormOptions) -> type[WeightForm] | None:
     """Return the form that keeps a layer's weights quantized as stored; None: they are read as plain weights."""
-    return next((form for form in _asked(options) if form.keeps(source, names) and not form.why_not(options)), None)
+    return next(
+        (form for form in _candidates(options) if form.keeps(source, names) and not form.unavailable_reason(options)),
+        None,
+    )
 
 
-def _form_of_plain(options: FormOptions) -> type[WeightForm]:
+def _default_form(options: FormOptions) -> type[WeightForm]:
     """Return the first available form of plain weights."""
     check_options(options)
-    available = [form for form in _asked(options) if not form.why_not(options)]  # the preferred one first
+    available = [
+        form for form in _candidates(options) if not form.unavailable_reason(options)
+    ]  # the preferred one first
     return next((form for form in available if not form.is_of_source), available[0])

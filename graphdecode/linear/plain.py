@@ -83,7 +83,7 @@ class Panels(WeightForm):
     gives_floats = True
 
     @classmethod
-    def why_not(cls, options: FormOptions) -> str:
+    def unavailable_reason(cls, options: FormOptions) -> str:
         probe = torch.empty(0, dtype=options.dtype, device=options.device)
         return "" if can_panel(probe) else "needs compiled kernels, and a CPU"
 
@@ -109,7 +109,7 @@ class Packed(WeightForm):
     packed: Tensor  # opaque
 
     @classmethod
-    def why_not(cls, options: FormOptions) -> str:
+    def unavailable_reason(cls, options: FormOptions) -> str:
         """Return why oneDNN does not support dtype, device or float32 results."""
         if options.in_floats and options.dtype != torch.float32:
             return "writes no float32"

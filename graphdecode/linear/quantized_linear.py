@@ -39,7 +39,7 @@ class QuantizedLinear(WeightForm):
     plain: ClassVar[type[WeightForm]]  # the form for all other weights
 
     @classmethod
-    def why_not(cls, options: FormOptions) -> str:
+    def unavailable_reason(cls, options: FormOptions) -> str:
         """Return a reason on other devices than those whose kernels multiply it."""
         here = options.device.type
         return "" if here == cls.device else f"needs a {cls.device} device, the device is {here}"
@@ -110,9 +110,9 @@ class PanelLinear(QuantizedLinear):
     gives_floats = True
 
     @classmethod
-    def why_not(cls, options: FormOptions) -> str:
+    def unavailable_reason(cls, options: FormOptions) -> str:
         missing = "" if native.library(options.dtype, "linear") is not None else "needs compiled kernels"
-        return super().why_not(options) or missing
+        return super().unavailable_reason(options) or missing
 
     @classmethod
     def of_parts(

@@ -102,10 +102,10 @@ class TiledLinear(QuantizedLinear):
         return FusedProduct(product)
 
     def _config(self, rows: int, *, is_normed: bool = False) -> SmallLinearConfig:
-        first, given = self.parts[0], None if self.is_invariant else min(rows, ROWS_AT_ONCE)
+        first, config_rows = self.parts[0], None if self.is_invariant else min(rows, ROWS_AT_ONCE)
         sizes = (first.words.shape[1], columns_of(first), first.layout)
-        early = self.early and self.fused_form.starts_early(given or 1)
-        return tiled_config(given, *sizes, self.units, early, is_normed, self.major)
+        early = self.early and self.fused_form.starts_early(config_rows or 1)
+        return tiled_config(config_rows, *sizes, self.units, early, is_normed, self.major)
 
 
 @dataclass(frozen=True)

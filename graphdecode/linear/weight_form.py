@@ -154,8 +154,8 @@ class StoredForm(ABC):
     def tensors(self) -> list[Tensor]:
         """All tensors that the product only reads."""
         workspace = {id(tensor) for tensor in self.workspace}
-        own = (tensor for entry in fields(self) for tensor in tensors_in(getattr(self, entry.name)))
-        return [tensor for tensor in own if id(tensor) not in workspace]
+        tensors = (tensor for entry in fields(self) for tensor in tensors_in(getattr(self, entry.name)))
+        return [tensor for tensor in tensors if id(tensor) not in workspace]
 
     @property
     def workspace(self) -> list[Tensor]:
@@ -183,7 +183,7 @@ class WeightForm(StoredForm):
     choices: Mapping[int, LinearChoice] = field(default_factory=dict)  # measurements by number of rows
 
     @classmethod
-    def why_not(cls, options: FormOptions) -> str:
+    def unavailable_reason(cls, options: FormOptions) -> str:
         """Return why the form is not available; "" if it is."""
         return ""
 

@@ -43,7 +43,7 @@ def test_products_with_counters_are_captured_and_the_report_shows_their_buckets(
 
     class Split(Plain):
         @classmethod
-        def why_not(cls, options: FormOptions) -> str:
+        def unavailable_reason(cls, options: FormOptions) -> str:
             return ""
 
         @classmethod

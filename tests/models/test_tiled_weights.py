@@ -40,9 +40,9 @@ SMALL = {"attn_v.weight": "Q5_0", "ffn_down.weight": "Q8_0", "embd.weight": "Q4_
 def forms_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the CPU take the forms of a GPU, and none of its own."""
     for form in (PanelLinear, Int8PanelLinear):
-        monkeypatch.setattr(form, "why_not", classmethod(lambda _form, _options: "is not asked for"))
+        monkeypatch.setattr(form, "unavailable_reason", classmethod(lambda _form, _options: "is not asked for"))
     monkeypatch.setattr(ExpertPanels, "load", classmethod(lambda *_arguments: None))
-    monkeypatch.setattr(TiledLinear, "why_not", classmethod(lambda _form, _options: ""))
+    monkeypatch.setattr(TiledLinear, "unavailable_reason", classmethod(lambda _form, _options: ""))
     properties = SimpleNamespace(multi_processor_count=132, major=9)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _device: properties)
 

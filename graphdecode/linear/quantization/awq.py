@@ -16,7 +16,7 @@ from graphdecode.linear.quantization.gptq import Gptq
 from graphdecode.linear.quantization.groups import INT4, Groups, packed, unpacked
 from graphdecode.linear.weight_form import Stored
 
-_PLACE_OF_OUTPUT = (0, 4, 1, 5, 2, 6, 3, 7)  # position of each of eight outputs in an int32
+_NIBBLE_OF_OUTPUT = (0, 4, 1, 5, 2, 6, 3, 7)  # position of each of eight outputs in an int32
 
 
 class Awq(Gptq):
@@ -36,8 +36,8 @@ class Awq(Gptq):
 
     def _weight(self, module: str, tensors: Mapping[str, Stored]) -> PackedTensor:
         in_features, words = tensors[f"{module}.qweight"].shape
-        size, there = self._checked(module, tensors, in_features, words * 8)
-        return PackedTensor(Stored((words * 8, in_features), INT4.name), there, partial(_awq_groups, size))
+        size, tensor_names = self._checked(module, tensors, in_features, words * 8)
+        return PackedTensor(Stored((words * 8, in_features), INT4.name), tensor_names, partial(_awq_groups, size))
 
 
 def _awq_groups(group_size: int, *, qweight: Tensor, scales: Tensor, qzeros: Tensor | None = None) -> Groups:
@@ -48,5 +48,5 @@ def _awq_groups(group_size: int, *, qweight: Tensor, scales: Tensor, qzeros: Ten
 
 def _outputs_in_order(stored: Tensor) -> Tensor:
     """Unpack int32 [rows, out_features / 8] to uint8 [rows, out_features]."""
-    places = unpacked(stored.contiguous().view(torch.uint8)).view(len(stored), -1, 8)
-    return places[..., _PLACE_OF_OUTPUT].flatten(1)
+    nibbles = unpacked(stored.contiguous().view(torch.uint8)).view(len(stored), -1, 8)
+    return nibbles[..., _NIBBLE_OF_OUTPUT].flatten(1)

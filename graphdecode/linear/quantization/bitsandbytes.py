@@ -53,15 +53,22 @@ def _nf4_weight(name: str, tensors: Mapping[str, Stored], read: Read) -> PackedT
     require(tensors, f"{name}.quant_map", (16,), ("F32",))
     if not torch.allclose(read(f"{name}.quant_map", ()), torch.tensor(TABLES["nf4"]), atol=1e-6):
         raise CheckpointError(f"{name}.quant_map is not that of nf4")
-    there = {"codes": name, "absmax": f"{name}.absmax", "quant_map": f"{name}.quant_map", "state": f"{name}{_STATE}"}
+    tensor_names = {
+        "codes": name,
+        "absmax": f"{name}.absmax",
+        "quant_map": f"{name}.quant_map",
+        "state": f"{name}{_STATE}",
+    }
     nested, offset = 0, 0.0
     if "nested_blocksize" in state:
         nested, offset = checked_size(state, "nested_blocksize"), _offset(state)
         require(tensors, f"{name}.nested_absmax", (-(-blocks // nested),), ("F32",))
         require(tensors, f"{name}.nested_quant_map", (256,), ("F32",))
-        there |= {part: f"{name}.{part}" for part in ("nested_absmax", "nested_quant_map")}
+        tensor_names |= {part: f"{name}.{part}" for part in ("nested_absmax", "nested_quant_map")}
     require(tensors, f"{name}.absmax", (blocks,), ("U8",) if nested else ("F32",))
-    return PackedTensor(Stored((rows, columns), NF4.name), there, partial(_nf4_groups, rows, size, nested, offset))
+    return PackedTensor(
+        Stored((rows, columns), NF4.name), tensor_names, partial(_nf4_groups, rows, size, nested, offset)
+    )
 
 
 def _offset(state: Mapping[str, Any]) -> float:

@@ -149,8 +149,8 @@ class CompressedTensors(QuantizationFormat):
     def __init__(self, settings: Mapping[str, Any]) -> None:
         self._format = one_of(settings, "format", (*_FORMATS, "mixed-precision"), "dense")
         for other in ("sparsity_config", "transform_config"):
-            held = settings.get(other)
-            if held and not (isinstance(held, dict) and held.get("format") == "dense"):
+            config = settings.get(other)
+            if config and not (isinstance(config, dict) and config.get("format") == "dense"):
                 raise UnsupportedModelError(f"quantization_config: {other} is not supported")
         ignored = settings.get("ignore")
         if ignored is not None and not (isinstance(ignored, list) and all(isinstance(name, str) for name in ignored)):
@@ -179,32 +179,32 @@ class CompressedTensors(QuantizationFormat):
             rows, columns = (int(size) for size in read(f"{module}.weight_shape", ()))
         elif is_packed and codes.dtype == "U8":
             columns *= 2
-        found = self._schemes_of(module, codes, (rows, columns))
+        fitting = self._schemes_of(module, codes, (rows, columns))
         zeros = f"{module}.weight_zero_point"
         if zeros not in tensors:
-            found = [scheme for scheme in found if scheme.is_symmetric]
-            if not found:
+            fitting = [scheme for scheme in fitting if scheme.is_symmetric]
+            if not fitting:
                 raise CheckpointError(f"{zeros} is missing: the configuration has symmetric false")
-        scheme = _fitting(module, found, (rows, columns), tensors[f"{module}.weight_scale"])
+        scheme = _fitting(module, fitting, (rows, columns), tensors[f"{module}.weight_scale"])
         if zeros in tensors and scheme.code == "integer":
             is_packed = tensors[zeros].dtype == "I32"
             stored_rows = -(-rows * scheme.bits // 32) if is_packed else rows
             require(tensors, zeros, (stored_rows, -(-columns // scheme.group_size)), ("I32",) if is_packed else ("I8",))
         name = {"integer": f"INT{scheme.bits}", "e4m3": "FP8", "e2m1": "MXFP4"}[scheme.code]
-        there = {part: own for part in _PARTS if (own := f"{module}.{part}") in tensors}
-        return PackedTensor(Stored((rows, columns), name), there, partial(_groups, module, scheme, (rows, columns)))
+        names = {part: own for part in _PARTS if (own := f"{module}.{part}") in tensors}
+        return PackedTensor(Stored((rows, columns), name), names, partial(_groups, module, scheme, (rows, columns)))
 
     def _schemes_of(self, module: str, codes: Stored, shape: tuple[int, int]) -> list[_Scheme]:
         rows, columns = shape
         packed_bits = {-(-columns * bits // 32): bits for bits in (4, 8)}.get(codes.shape[1], 0)
         kinds = {"I8": ("integer", 8), "F8_E4M3": ("e4m3", 8), "U8": ("e2m1", 4)}
         code, bits = kinds.get(codes.dtype, ("integer", packed_bits))
-        found = [scheme for scheme in self._schemes if (scheme.code, scheme.bits) == (code, bits)]
-        if not found or codes.shape[0] != rows or columns * bits % 8:
+        fitting = [scheme for scheme in self._schemes if (scheme.code, scheme.bits) == (code, bits)]
+        if not fitting or codes.shape[0] != rows or columns * bits % 8:
             raise CheckpointError(
                 f"{module}: {codes.dtype} {list(codes.shape)} is no weight {list(shape)} that the configuration names"
             )
-        return found
+        return fitting
 
 
 def _scheme_of(group: Mapping[str, Any], overall: str) -> _Scheme:

@@ -149,10 +149,10 @@ def checked_group_size(size: Any) -> int:
 
 def require(tensors: Mapping[str, Stored], name: str, shape: tuple[int, ...], dtypes: tuple[str, ...]) -> None:
     """Raise CheckpointError if a tensor is missing, or has another shape or dtype."""
-    found = tensors.get(name)
-    if found is None:
+    stored = tensors.get(name)
+    if stored is None:
         raise CheckpointError(f"{name} is missing")
-    if found.shape != shape or found.dtype not in dtypes:
+    if stored.shape != shape or stored.dtype not in dtypes:
         raise CheckpointError(
-            f"{name} is {found.dtype} {list(found.shape)} and should be {' or '.join(dtypes)} {list(shape)}"
+            f"{name} is {stored.dtype} {list(stored.shape)} and should be {' or '.join(dtypes)} {list(shape)}"
         )

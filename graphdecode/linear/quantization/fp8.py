@@ -38,7 +38,9 @@ class Fp8(QuantizationFormat):
         for name, stored in tensors.items():
             if stored.dtype != "F8_E4M3" or not name.endswith(".weight") or len(stored.shape) != 2:
                 continue
-            scale = next((found for end in ("_scale_inv", "_scale") if (found := name + end) in tensors), None)
+            scale = next(
+                (scale_name for end in ("_scale_inv", "_scale") if (scale_name := name + end) in tensors), None
+            )
             if scale is None:
                 raise CheckpointError(f"{name} is F8_E4M3, and there is no {name}_scale_inv and no {name}_scale")
             unpack = partial(_float8_groups, block=self._block_of(name, stored.shape, tensors[scale]))

@@ -236,9 +236,9 @@ class GgufBlocks(QuantizedWeight):
     def part(self, shard: Shard) -> GgufBlocks:
         kind = BLOCK_OF[self.block_type]
         rows, *columns = shard.slices(self.shape)
-        if any(cut % kind.values for kept in columns for cut in (kept.start, kept.stop)):
+        if any(cut % kind.values for each in columns for cut in (each.start, each.stop)):
             raise ValueError(f"a part begins or ends within a block of {kind.values}")
-        within = [slice(*(cut // kind.values * kind.nbytes for cut in (kept.start, kept.stop))) for kept in columns]
+        within = [slice(*(cut // kind.values * kind.nbytes for cut in (each.start, each.stop))) for each in columns]
         return replace(self, stored=self.stored[(rows, *within)].contiguous())
 
     @classmethod
@@ -339,13 +339,13 @@ def _fitted_scales_and_mins(groups: Tensor, most: int) -> tuple[Tensor, Tensor]:
         determinant = sum_w * sum_l2 - sum_l.square()
         safe = determinant.clamp(min=_LEAST)
         scale = (sum_w * sum_xl - sum_x * sum_l) / safe
-        found_min = (sum_l2 * sum_x - sum_l * sum_xl) / safe
-        above = found_min > 0
+        candidate_min = (sum_l2 * sum_x - sum_l * sum_xl) / safe
+        above = candidate_min > 0
         scale = torch.where(above, sum_xl / sum_l2.clamp(min=_LEAST), scale)
-        found_min = found_min.clamp(max=0)
-        error = (weights * (scale * codes + found_min - groups).square_()).sum(-1, keepdim=True)
+        candidate_min = candidate_min.clamp(max=0)
+        error = (weights * (scale * codes + candidate_min - groups).square_()).sum(-1, keepdim=True)
         better = (error < best_error) & (determinant > 0)
-        best_scale, best_min = torch.where(better, scale, best_scale), torch.where(better, found_min, best_min)
+        best_scale, best_min = torch.where(better, scale, best_scale), torch.where(better, candidate_min, best_min)
         best_error = torch.where(better, error, best_error)
     return best_scale[..., 0].clamp(min=0), -best_min[..., 0]
 
@@ -429,8 +429,8 @@ class BlockQuantization(OnlineQuantization):
 
 def _weight_type(block: BlockType) -> WeightType:
     devices = {"cpu": BLOCKS_ON_CPU, "cuda": BLOCKS_ON_GPU}
-    there = tuple(device for device, names in devices.items() if block.name in names)
-    return WeightType(block.name, block.nbytes * 8 / block.values, there)
+    supported = tuple(device for device, names in devices.items() if block.name in names)
+    return WeightType(block.name, block.nbytes * 8 / block.values, supported)
 
 
 class GgufFormat(QuantizationFormat):

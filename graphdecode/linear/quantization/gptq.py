@@ -55,20 +55,22 @@ class Gptq(QuantizationFormat):
     def _weight(self, module: str, tensors: Mapping[str, Stored]) -> PackedTensor:
         words, out_features = tensors[f"{module}.qweight"].shape
         in_features = words * 32 // self._bits
-        size, there = self._checked(module, tensors, in_features, out_features)
-        if "qzeros" not in there:
+        size, tensor_names = self._checked(module, tensors, in_features, out_features)
+        if "qzeros" not in tensor_names:
             raise CheckpointError(f"{module}.qzeros is missing")
         if f"{module}.g_idx" in tensors:
-            there["g_idx"] = f"{module}.g_idx"
-            require(tensors, there["g_idx"], (in_features,), ("I32", "I64"))
+            tensor_names["g_idx"] = f"{module}.g_idx"
+            require(tensors, tensor_names["g_idx"], (in_features,), ("I32", "I64"))
         unpack = partial(_gptq_groups, module, self._bits, size, self._zero_offset)
-        return PackedTensor(Stored((out_features, in_features), f"INT{self._bits}"), there, unpack)
+        return PackedTensor(Stored((out_features, in_features), f"INT{self._bits}"), tensor_names, unpack)
 
     def _checked(
         self, module: str, tensors: Mapping[str, Stored], in_features: int, out_features: int
     ) -> tuple[int, dict[str, str]]:
         """Return the group size, and the names of a module's tensors."""
-        there = {part: name for part in ("qweight", "qzeros", "scales") if (name := f"{module}.{part}") in tensors}
+        tensor_names = {
+            part: name for part in ("qweight", "qzeros", "scales") if (name := f"{module}.{part}") in tensors
+        }
         scales = tensors.get(f"{module}.scales")
         groups = scales.shape[0] if scales is not None and scales.shape else 0
         require(tensors, f"{module}.scales", (groups, out_features), FLOATS)
@@ -77,9 +79,9 @@ class Gptq(QuantizationFormat):
             raise CheckpointError(
                 f"{module} has {groups} groups of {in_features} columns, and should have groups of {self._group_size}"
             )
-        if "qzeros" in there:
-            require(tensors, there["qzeros"], (groups, out_features * self._bits // 32), ("I32",))
-        return size, there
+        if "qzeros" in tensor_names:
+            require(tensors, tensor_names["qzeros"], (groups, out_features * self._bits // 32), ("I32",))
+        return size, tensor_names
 
 
 def _gptq_groups(

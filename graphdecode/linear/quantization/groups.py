@@ -115,8 +115,8 @@ class Groups(QuantizedWeight):
 
     def part(self, shard: Shard) -> Groups:
         rows, *columns = shard.slices(self.shape)
-        kept = self.rows(slice(*rows.indices(self.shape[0])[:2]))
-        return kept._columns(slice(*columns[0].indices(self.shape[1])[:2])) if columns else kept
+        shard_rows = self.rows(slice(*rows.indices(self.shape[0])[:2]))
+        return shard_rows._columns(slice(*columns[0].indices(self.shape[1])[:2])) if columns else shard_rows
 
     def rows(self, rows: slice) -> Groups:
         size = self.rows_of_scale

@@ -33,8 +33,8 @@ class Mxfp4(QuantizationFormat):
             if len(scales.shape) == 3 and blocks.shape == (*scales.shape, _BYTES):
                 experts, rows, groups = scales.shape
                 stored = Stored((experts, groups * 2 * _BYTES, rows), MXFP4.name)
-                there = {"blocks": name, "scales": f"{plain}{_SCALES}"}
-                yield plain, PackedTensor(stored, there, _mxfp4_groups, is_stack=True)
+                tensor_names = {"blocks": name, "scales": f"{plain}{_SCALES}"}
+                yield plain, PackedTensor(stored, tensor_names, _mxfp4_groups, is_stack=True)
 
 
 def _mxfp4_groups(*, blocks: Tensor, scales: Tensor) -> Groups:

@@ -90,13 +90,15 @@ class QuantizedWeight(ABC):
 
         `by_values`: the layout may depend on the values; False: all panels of one kind have the same layout.
         """
-        ready = self.for_panels(by_values=by_values)
-        return None if ready is None else joined_panels([some.some_panels() for some in ready._split(_PANEL_ROWS)])
+        regrouped = self.for_panels(by_values=by_values)
+        return (
+            None if regrouped is None else joined_panels([some.some_panels() for some in regrouped._split(_PANEL_ROWS)])
+        )
 
     def tiles(self) -> WeightTiles | None:
         """Return the weight in tiles for a GPU, columns not reordered; None if that is not supported."""
-        ready = self.for_tiles()
-        return None if ready is None else joined_tiles([some.some_tiles() for some in ready._split(_TILE_ROWS)])
+        regrouped = self.for_tiles()
+        return None if regrouped is None else joined_tiles([some.some_tiles() for some in regrouped._split(_TILE_ROWS)])
 
     def for_panels(self, *, by_values: bool) -> Self | None:
         """Return the weight in groups that panels support, or None."""
@@ -131,9 +133,9 @@ def read_parts(source: TensorSource, names: LinearNames) -> list[QuantizedWeight
     """Return a layer's tensors, adjacent ones of one kind joined; None if one is not quantized or cannot be joined."""
     if not isinstance(source, QuantizedSource):
         return None
-    found = [source.read_quantized(name) for name in names.weights]
-    held = [each for each in found if each is not None]
-    kinds = [[*group] for _, group in groupby(held, lambda each: each.kind)]
+    weights = [source.read_quantized(name) for name in names.weights]
+    quantized = [each for each in weights if each is not None]
+    kinds = [[*group] for _, group in groupby(quantized, lambda each: each.kind)]
     parts = [each[0] if len(each) == 1 else type(each[0]).joined(each) for each in kinds]
     whole = [part for part in parts if part is not None]
-    return whole if len(held) == len(found) and len(whole) == len(parts) else None
+    return whole if len(quantized) == len(weights) and len(whole) == len(parts) else None

@@ -46,14 +46,14 @@ def format_of(settings: Mapping[str, Any]) -> QuantizationFormat | None:
     if not described:
         return None
     name = described.get("quant_method") if isinstance(described, dict) else described
-    known = {format.name: format for format in _formats() if format is not GgufFormat}
-    found = known.get(name) if isinstance(name, str) else None
-    if found is None or not isinstance(described, dict):
+    formats = {format.name: format for format in _formats() if format is not GgufFormat}
+    chosen = formats.get(name) if isinstance(name, str) else None
+    if chosen is None or not isinstance(described, dict):
         raise UnsupportedModelError(
-            f"quantization_config ({shown(name, plain=True)}) is not supported; supported are {', '.join(known)}, "
+            f"quantization_config ({shown(name, plain=True)}) is not supported; supported are {', '.join(formats)}, "
             "and plain weights"
         )
-    return found(described)
+    return chosen(described)
 
 
 def weight_type(dtype: str) -> WeightType | None:
@@ -63,8 +63,8 @@ def weight_type(dtype: str) -> WeightType | None:
 
 def has_kernels(dtype: str, device: str) -> bool:
     """Whether weights of a type stay quantized on a kind of device; None of it is known of plain ones."""
-    found = weight_type(dtype)
-    return found is not None and device in found.devices
+    known = weight_type(dtype)
+    return known is not None and device in known.devices
 
 
 def online_quantizations() -> dict[str, OnlineQuantization]:
