@@ -143,7 +143,7 @@ def test_without_a_dispatch_mode_all_is_imported_and_steps_run_eagerly() -> None
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
-FOR_TESTS = ("test", "browser", "clients", "docs")  # extras that the tests alone import
+FOR_TESTS = ("test", "browser", "clients", "coverage", "docs")  # extras that the tests alone import
 FOR_OTHERS = {"httptools"}  # uvicorn imports it where it is there
 
 

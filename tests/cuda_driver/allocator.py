@@ -154,12 +154,6 @@ class CachingAllocator:
     def reserved(self) -> int:
         return sum(segment.size for segment in self.segments)
 
-    def block_at(self, address: int) -> Block | None:
-        for segment in self.segments:
-            if segment.address <= address < segment.address + segment.size:
-                return next(b for b in segment.blocks if b.address <= address < b.address + b.size)
-        return None
-
     def snapshot(self) -> list[dict[str, Any]]:
         """Return what `torch.cuda.memory_snapshot` does, as far as it is asked."""
         return [

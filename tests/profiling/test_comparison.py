@@ -78,9 +78,15 @@ def exit_code(before: dict, after: dict, folder: Path, *options: str) -> tuple[i
     return result.exit_code, result.output
 
 
-@pytest.mark.parametrize(("factor", "code"), [(1.2, 1), (1.0, 0), (1.05, 0), (0.8, 0)])
-def test_a_slow_down_of_a_fifth_exits_with_1(tmp_path: Path, factor: float, code: int) -> None:
-    found, output = exit_code(profile_of(QUIET), profile_of(scaled(QUIET, factor, factor, factor)), tmp_path)
+@pytest.mark.parametrize(
+    ("factor", "tolerance", "code"),
+    [(1.2, "0.1", 1), (1.0, "0.1", 0), (1.05, "0.1", 0), (0.8, "0.1", 0), (1.2, "0.25", 0), (1.2, "0.15", 1)],
+)
+def test_a_slow_down_beyond_the_tolerance_exits_with_1(
+    tmp_path: Path, factor: float, tolerance: str, code: int
+) -> None:
+    after = profile_of(scaled(QUIET, factor, factor, factor))
+    found, output = exit_code(profile_of(QUIET), after, tmp_path, "--tolerance", tolerance)
     assert found == code, output
     assert f"overall {factor:.3f}" in output
 
@@ -309,6 +315,25 @@ def test_the_command_writes_everything_that_it_names(tmp_path: Path) -> None:
     written = json.loads((out / "profile.json").read_text())
     assert (written["schema"], written["steps"], written["rounds"]) == (2, 2, 2)
     assert [row["bucket"] for row in written["rows"]] == [1, 2]
+
+
+def test_without_a_configuration_the_default_ladder_is_measured_with_a_cache_for_its_contexts(monkeypatch, tmp_path):
+    seen = []
+
+    def record(model: str, settings: EngineConfig, **_: object) -> None:
+        seen.append(settings.buckets)
+        raise ValueError("seen")
+
+    monkeypatch.setattr("graphdecode.engine.loading.load_runner", record)
+    with pytest.raises(ValueError, match="seen"):
+        CliRunner().invoke(
+            app,
+            ["profile", "--contexts", "32,400", "--out", str(tmp_path)],
+            catch_exceptions=False,
+            standalone_mode=False,
+        )
+    assert seen[0].ladder == BucketConfig().ladder
+    assert seen[0].max_sequence_length == 416
 
 
 @pytest.mark.parametrize(
