@@ -2,12 +2,14 @@
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from graphdecode.models import resolve_model_path
 
@@ -310,3 +312,11 @@ def edit_config(folder: Path, edit: Callable[[dict], None]) -> None:
     settings = json.loads(path.read_text())
     edit(settings)
     path.write_text(json.dumps(settings))
+
+
+@contextmanager
+def edited_tensors(folder: Path) -> Iterator[dict[str, torch.Tensor]]:
+    """Change a checkpoint's tensors in place, within a `with` block."""
+    tensors = load_file(folder / "model.safetensors")
+    yield tensors
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})

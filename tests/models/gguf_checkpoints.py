@@ -198,9 +198,9 @@ def write(model: Any, name: str, path: Path, edit: Callable[[gguf.GGUFWriter], N
     layers = len(config.layers_block_type) if kind == "NemotronH" else config.num_hidden_layers
     number = next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == architecture)
     names = gguf.get_tensor_name_map(number, layers)
-    for name_here, tensor in (_recurrent_tensors if name in RECURRENT else _tensors)(model, kind):
-        theirs = names.get_name(name_here, try_suffixes=(".weight", ".bias", ".scale"))
-        writer.add_tensor(theirs or name_here, np.ascontiguousarray(tensor.numpy()))
+    for tensor_name, tensor in (_recurrent_tensors if name in RECURRENT else _tensors)(model, kind):
+        gguf_name = names.get_name(tensor_name, try_suffixes=(".weight", ".bias", ".scale"))
+        writer.add_tensor(gguf_name or tensor_name, np.ascontiguousarray(tensor.numpy()))
     finish(writer)
     return path
 

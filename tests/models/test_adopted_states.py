@@ -99,7 +99,7 @@ FAULTS = {
         StateStep, "load", lambda right, self, state: right(self._replace(is_new=torch.zeros_like(self.is_new)), state)
     ),
     "all tokens of a chunk advance one state at once": Fault(
-        Tokens, "steps", lambda right, self, *given: right(self._replace(in_chunks=None), *given)
+        Tokens, "steps", lambda right, self, *args: right(self._replace(in_chunks=None), *args)
     ),
     "states are not stored": Fault(StateStep, "store", dropped),
 }

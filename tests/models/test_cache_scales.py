@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from family_checkpoints import save_checkpoint
+from family_checkpoints import edited_tensors, save_checkpoint
 from key_mixing import mixing
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.models.qwen3 import modeling_qwen3
@@ -31,8 +30,8 @@ def scaled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = save_checkpoint("qwen3", tmp_path_factory.mktemp("scaled"))
     names = [f"model.layers.{layer}.self_attn.{name}_scale" for layer in range(len(SCALES)) for name in "kv"]
     values = [torch.tensor(value) for pair in SCALES for value in pair]
-    file = folder / "model.safetensors"
-    save_file(load_file(file) | dict(zip(names, values, strict=True)), file, metadata={"format": "pt"})
+    with edited_tensors(folder) as tensors:
+        tensors |= zip(names, values, strict=True)
     return folder
 
 

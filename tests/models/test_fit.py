@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from family_checkpoints import edit_config, save_checkpoint
+from family_checkpoints import edit_config, edited_tensors, save_checkpoint
 from greedy_tokens import greedy_tokens, reference_tokens
 from quantized_checkpoints import FORMS, write_pair
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from graphdecode import LLM
@@ -40,8 +40,10 @@ def theirs(folder: Path, model_class: Any = transformers.AutoModelForCausalLM) -
 
 
 def with_tensors(folder: Path, more: dict[str, Tensor], *without: str) -> Path:
-    tensors = {name: each for name, each in load_file(folder / FILE).items() if name not in without}
-    save_file(tensors | more, folder / FILE, {"format": "pt"})
+    with edited_tensors(folder) as tensors:
+        for name in without:
+            del tensors[name]
+        tensors |= more
     return folder
 
 

@@ -27,6 +27,18 @@ TYPES = {"attn_v.weight": "Q4_0", "ffn_up.weight": "F32", "ffn_down.weight": "Q8
 TYPES["weight"] = "Q4_1"
 
 
+def values(source: Gguf, name: str) -> torch.Tensor:
+    out = torch.empty(source.tensors[name].shape)
+    source.read(name, out)
+    return out
+
+
+def product_values(source: Gguf, name: str, layer: int) -> torch.Tensor:
+    """Return the weight of one of a layer's products, [out_features, in_features]."""
+    block, parts = {"qkv": ("self_attn", "qkv"), "o": ("self_attn", "o")}.get(name, ("mlp", name.split("_")))
+    return torch.cat([values(source, f"model.layers.{layer}.{block}.{part}_proj.weight") for part in parts])
+
+
 @pytest.mark.parametrize("name", ["llama", "llama-tied-biases"])
 def test_layers_keep_the_values_of_each_type_and_those_with_none_are_undone(tmp_path: Path, name: str) -> None:
     path = quantized_file(tmp_path / "small.gguf", name, TYPES)
@@ -35,11 +47,8 @@ def test_layers_keep_the_values_of_each_type_and_those_with_none_are_undone(tmp_
     assert [type(linears[linear]) for linear in ("qkv", "o", "gate_up", "down")] == [
         *(PanelLinear, PanelLinear, Panels, PanelLinear)
     ]
-    at = "model.layers.1."
-    names = {"qkv": [f"self_attn.{part}_proj" for part in "qkv"], "o": ["self_attn.o_proj"]}
-    names |= {"gate_up": ["mlp.gate_proj", "mlp.up_proj"], "down": ["mlp.down_proj"]}
     for linear, form in linears.items():
-        weight = torch.cat([values(source, f"{at}{part}.weight") for part in names[linear]])
+        weight = product_values(source, linear, layer=1)
         bias = 0 if form.bias is None else form.bias
         torch.testing.assert_close(product(form), weight.T + bias, rtol=1e-5, atol=1e-6)
 
@@ -48,8 +57,7 @@ def test_the_rotary_pairs_of_blocks_are_put_as_transformers_has_them(tmp_path: P
     path = quantized_file(tmp_path / "small.gguf", "llama", {"weight": "Q8_0"})
     form = load_model(path, device="cpu", dtype="float32", quantize="gguf").layers[0].linears["qkv"]
     assert isinstance(form, PanelLinear)
-    weight = torch.cat([values(Gguf(path), f"model.layers.0.self_attn.{part}_proj.weight") for part in "qkv"])
-    torch.testing.assert_close(product(form), weight.T, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(product(form), product_values(Gguf(path), "qkv", layer=0).T, rtol=1e-5, atol=1e-6)
 
 
 def test_a_delta_net_keeps_blocks_beside_plain_decays_and_strengths(tmp_path: Path) -> None:
@@ -63,12 +71,6 @@ def test_a_delta_net_keeps_blocks_beside_plain_decays_and_strengths(tmp_path: Pa
     torch.testing.assert_close(product(form), weight.T, rtol=1e-5, atol=1e-6)
     expanded = load_model(path, device="cpu", dtype="float32", quantize="none").layers[0].linears["in_proj"]
     assert isinstance(expanded, Panels), "nothing stays quantized, so one product does"
-
-
-def values(source: Gguf, name: str) -> torch.Tensor:
-    out = torch.empty(source.tensors[name].shape)
-    source.read(name, out)
-    return out
 
 
 @pytest.mark.parametrize("name", ["llama", "llama-tied-biases"])
@@ -95,8 +97,8 @@ def test_the_embedding_stays_in_blocks_and_a_tied_output_layer_shares_them(tmp_p
     torch.testing.assert_close(stem.run(tokens), table[[3, 1, 4]] * stem.scale)
 
 
-@pytest.mark.parametrize(("axis", "kept"), [(0, (slice(32, 64),)), (1, (slice(None), slice(32, 64)))])
-def test_a_part_is_read_in_blocks_where_the_cut_falls_between_them(tmp_path: Path, axis: int, kept: tuple) -> None:
+@pytest.mark.parametrize(("axis", "half"), [(0, (slice(32, 64),)), (1, (slice(None), slice(32, 64)))])
+def test_a_part_is_read_in_blocks_where_the_cut_falls_between_them(tmp_path: Path, axis: int, half: tuple) -> None:
     path = quantized_file(tmp_path / "small.gguf", "llama", {"weight": "Q4_0"})
     source, names = Gguf(path), LinearNames(("model.layers.0.self_attn.o_proj.weight",))
     options = FormOptions(torch.device("cpu"), torch.float32, LinearTuner(), quantize="gguf")
@@ -109,7 +111,7 @@ def test_a_part_is_read_in_blocks_where_the_cut_falls_between_them(tmp_path: Pat
     weight = values(source, *names.weights)
     assert weight.shape == (64, 64)
     assert isinstance(form, PanelLinear)
-    torch.testing.assert_close(product(form), weight[kept].T)
+    torch.testing.assert_close(product(form), weight[half].T)
     assert not isinstance(part(1, 4, 1), PanelLinear)  # a cut within blocks
 
 
@@ -131,5 +133,5 @@ def test_a_source_from_outside_keeps_its_blocks(tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setattr("graphdecode.models.source.SOURCES", [Blocks, *SOURCES])
     cases = (("blocks:", "gguf"), (file, "gguf"), (file, "none"))
-    kept, gguf, expanded = (load_model(model, device="cpu", quantize=each).weight_bytes for model, each in cases)
-    assert kept == gguf < expanded
+    default, gguf, expanded = (load_model(model, device="cpu", quantize=each).weight_bytes for model, each in cases)
+    assert default == gguf < expanded

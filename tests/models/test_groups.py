@@ -14,7 +14,9 @@ from graphdecode.linear.weight_form import Shard
 ROWS, COLUMNS, GROUP = 12, 80, 32  # the last group has 16 columns
 
 
-def made(code: str, *, zeros: bool = False, order: bool = False, rows_of_scale: int = 1, seed: int = 0) -> Groups:
+def random_groups(
+    code: str, *, zeros: bool = False, order: bool = False, rows_of_scale: int = 1, seed: int = 0
+) -> Groups:
     """Return random groups."""
     generator = torch.Generator().manual_seed(seed)
     bits = 8 if code in ("int8", "e4m3") else 4
@@ -69,7 +71,7 @@ KINDS = {
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 def test_groups_stand_for_what_their_definition_says(kind):
-    groups = made(**kind)
+    groups = random_groups(**kind)
     actual = groups.dequantized()
     assert actual.dtype == torch.float32
     np.testing.assert_allclose(actual.double().numpy(), stands_for(groups), rtol=1e-6)
@@ -77,7 +79,7 @@ def test_groups_stand_for_what_their_definition_says(kind):
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 def test_parts_by_rows_are_the_rows_of_the_whole(kind):
-    groups = made(**kind)
+    groups = random_groups(**kind)
     parts = [groups.part(Shard(rank, 3, 0)) for rank in range(3)]
     assert [part.shape for part in parts] == [(4, COLUMNS)] * 3
     assert torch.equal(torch.cat([part.dequantized() for part in parts]), groups.dequantized())
@@ -85,7 +87,7 @@ def test_parts_by_rows_are_the_rows_of_the_whole(kind):
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS.values() if not kind.get("order")], ids=str)
 def test_parts_by_columns_begin_with_a_group(kind):
-    whole = made(**kind)
+    whole = random_groups(**kind)
     groups = whole.part(Shard(0, 1, 1))
     assert torch.equal(groups.dequantized(), whole.dequantized())
     with pytest.raises(ValueError, match="within a group of 32"):
@@ -93,13 +95,13 @@ def test_parts_by_columns_begin_with_a_group(kind):
 
 
 def test_a_part_may_be_of_rows_and_of_columns():
-    whole = made("int4", zeros=True)
+    whole = random_groups("int4", zeros=True)
     part = Shard(0, 1, 1, begin=32, size=32, within=Shard(2, 3, 0))
     assert torch.equal(whole.part(part).dequantized(), whole.dequantized()[8:, 32:64])
 
 
 def test_columns_of_one_scale_are_shared_out_anywhere():
-    groups = made("int8")
+    groups = random_groups("int8")
     channel = Groups("integer", 8, groups.codes, groups.scales[:, :1], None, COLUMNS)
     parts = [channel.part(Shard(rank, 3, 1)) for rank in range(3)]
     assert torch.equal(torch.cat([part.dequantized() for part in parts], dim=1), channel.dequantized())
@@ -107,25 +109,25 @@ def test_columns_of_one_scale_are_shared_out_anywhere():
 
 def test_columns_in_another_order_are_not_shared_out():
     with pytest.raises(ValueError, match="reordered"):
-        made("int4", order=True).part(Shard(0, 2, 1))
+        random_groups("int4", order=True).part(Shard(0, 2, 1))
 
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 def test_layers_one_below_another_are_one_weight(kind):
-    parts = [made(**kind), made(**kind)]
+    parts = [random_groups(**kind), random_groups(**kind)]
     whole = Groups.joined(parts)
     assert whole is not None
     assert torch.equal(whole.dequantized(), torch.cat([part.dequantized() for part in parts]))
 
 
 def test_zeros_of_one_layer_are_written_out_for_the_others():
-    parts = [made("int4"), made("int4", zeros=True)]
+    parts = [random_groups("int4"), random_groups("int4", zeros=True)]
     whole = Groups.joined(parts)
     assert whole is not None
     assert torch.equal(whole.dequantized(), torch.cat([part.dequantized() for part in parts]))
 
 
 def test_layers_that_differ_are_not_fused():
-    assert Groups.joined([made("int4"), made("int8")]) is None
-    assert Groups.joined([made("int4", order=True), made("int4", order=True, seed=1)]) is None
-    assert Groups.joined([made("int4", order=True), made("int4")]) is None
+    assert Groups.joined([random_groups("int4"), random_groups("int8")]) is None
+    assert Groups.joined([random_groups("int4", order=True), random_groups("int4", order=True, seed=1)]) is None
+    assert Groups.joined([random_groups("int4", order=True), random_groups("int4")]) is None

@@ -45,8 +45,8 @@ for rows in (1, 8):
 memory = lambda name: 1024 * int(re.search(name + r":\s+(\d+)", open("/proc/self/status").read())[1])
 before = memory("VmRSS")
 model = load_model(sys.argv[1], device="cpu", dtype=dtype)
-held = {tensor.data_ptr() if not tensor.is_mkldnn else id(tensor): tensor for tensor in model.constants}
-print(memory("VmHWM") - before, memory("VmRSS") - before, sum(t.numel() * t.element_size() for t in held.values()))
+storages = {tensor.data_ptr() if not tensor.is_mkldnn else id(tensor): tensor for tensor in model.constants}
+print(memory("VmHWM") - before, memory("VmRSS") - before, sum(t.numel() * t.element_size() for t in storages.values()))
 """
 
 

@@ -10,7 +10,7 @@ import gguf_checkpoints
 import pytest
 import torch
 from compiled_kernels import compiled
-from family_checkpoints import edit_config, save_checkpoint
+from family_checkpoints import edit_config, edited_tensors, save_checkpoint
 from gguf_checkpoints import quantized_file
 from greedy_tokens import greedy_tokens
 from quantized_checkpoints import FORMS, write_pair
@@ -105,9 +105,8 @@ def test_sizes_of_gemma_4_as_its_first_files_have_them_mean_the_same(checkpoint,
         settings["global_head_dim"] = settings.pop("per_layer_config")["1"]["head_dim"]
 
     edit_config(tmp_path, age)
-    tensors = load_file(tmp_path / "model.safetensors")
-    unread = {f"model.layers.5.self_attn.{name}_proj.weight": torch.ones(64, 64) for name in "kv"}
-    save_file(tensors | unread, tmp_path / "model.safetensors", {"format": "pt"})
+    with edited_tensors(tmp_path) as tensors:
+        tensors |= {f"model.layers.5.self_attn.{name}_proj.weight": torch.ones(64, 64) for name in "kv"}
     assert answer(tmp_path) == answer(checkpoint("gemma4-inputs"))
 
 
@@ -154,11 +153,10 @@ def test_older_configurations_mean_the_same(checkpoint: Callable[[str], Path], t
 
 def test_all_faults_of_a_checkpoint_are_named_in_one_error(tmp_path: Path) -> None:
     save_checkpoint("llama-3", tmp_path)
-    tensors = load_file(tmp_path / "model.safetensors")
-    del tensors["model.layers.1.mlp.up_proj.weight"]
-    tensors["model.layers.0.self_attn.k_proj.weight"] = torch.zeros(3, 64)
-    tensors["model.layers.9.extra.weight"] = torch.zeros(2)
-    save_file(tensors, tmp_path / "model.safetensors")
+    with edited_tensors(tmp_path) as tensors:
+        del tensors["model.layers.1.mlp.up_proj.weight"]
+        tensors["model.layers.0.self_attn.k_proj.weight"] = torch.zeros(3, 64)
+        tensors["model.layers.9.extra.weight"] = torch.zeros(2)
     with pytest.raises(CheckpointError) as caught:
         load_model(tmp_path, device="cpu")
     message = str(caught.value)
@@ -169,12 +167,10 @@ def test_all_faults_of_a_checkpoint_are_named_in_one_error(tmp_path: Path) -> No
 
 def test_layers_with_the_same_fault_are_named_together_and_none_is_left_out(tmp_path: Path) -> None:
     save_checkpoint("llama-3", tmp_path)
-    tensors = load_file(tmp_path / "model.safetensors")
-    for name in [name for name in tensors if name.endswith("_proj.weight") and ".1." not in name]:
-        del tensors[name]
-    for layer in range(3, 9):
-        tensors[f"model.layers.{layer}.input_layernorm.weight"] = torch.zeros(64)
-    save_file(tensors, tmp_path / "model.safetensors")
+    with edited_tensors(tmp_path) as tensors:
+        for name in [name for name in tensors if name.endswith("_proj.weight") and ".1." not in name]:
+            del tensors[name]
+        tensors |= {f"model.layers.{layer}.input_layernorm.weight": torch.zeros(64) for layer in range(3, 9)}
     with pytest.raises(CheckpointError) as caught:
         load_model(tmp_path, device="cpu")
     message = str(caught.value)
@@ -185,18 +181,17 @@ def test_layers_with_the_same_fault_are_named_together_and_none_is_left_out(tmp_
 
 def test_a_tensor_that_is_derived_from_the_configuration_may_be_there(checkpoint, tmp_path):
     save_checkpoint("llama-3.2", tmp_path)
-    tensors = load_file(tmp_path / "model.safetensors")
-    extra = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(3)}
-    save_file(tensors | extra, tmp_path / "model.safetensors")
+    with edited_tensors(tmp_path) as tensors:
+        tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(3)
     actual, expected = (load_model(folder, device="cpu").constants for folder in (tmp_path, checkpoint("llama-3.2")))
     assert all(map(torch.equal, actual, expected))
 
 
 def test_quantized_tensors_are_not_taken_for_weights(tmp_path: Path) -> None:
     save_checkpoint("llama-3", tmp_path)
-    tensors = load_file(tmp_path / "model.safetensors")
-    tensors["model.layers.0.mlp.up_proj.weight"] = tensors["model.layers.0.mlp.up_proj.weight"].to(torch.float8_e4m3fn)
-    save_file(tensors, tmp_path / "model.safetensors")
+    name = "model.layers.0.mlp.up_proj.weight"
+    with edited_tensors(tmp_path) as tensors:
+        tensors[name] = tensors[name].to(torch.float8_e4m3fn)
     with pytest.raises(CheckpointError, match=r"layers\.0\.mlp\.up_proj\.weight is F8_E4M3 .*F64, F32"):
         load_model(tmp_path, device="cpu")
 

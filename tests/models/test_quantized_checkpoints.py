@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from compiled_kernels import compiled
-from family_checkpoints import edit_config, save_checkpoint
+from family_checkpoints import edit_config, edited_tensors, save_checkpoint
 from greedy_tokens import greedy_tokens
 from products import assert_same_products, product
 from quantized_checkpoints import FORMS, packed_tensors, write_pair
@@ -119,7 +119,7 @@ def test_one_module_that_is_ignored_is_plain_and_so_is_what_it_is_fused_with(tmp
 
 @compiled
 @pytest.mark.parametrize(
-    ("given", "products"),
+    ("forms", "products"),
     [
         (["int4 group"] * 4, 1),
         (["int4 group"] * 2 + ["int8 packed"] * 2, 2),
@@ -127,15 +127,15 @@ def test_one_module_that_is_ignored_is_plain_and_so_is_what_it_is_fused_with(tmp
         (["int4 group", "int8 packed", "int4 group", "int4 group"], 3),
     ],
 )
-def test_a_delta_net_keeps_weights_in_groups_that_cannot_be_joined(tmp_path, monkeypatch, given, products):
+def test_a_delta_net_keeps_weights_in_groups_that_cannot_be_joined(tmp_path, monkeypatch, forms, products):
     folder = save_checkpoint("qwen3.5", tmp_path)
     tensors = load_file(folder / "model.safetensors")
     names = [f"in_proj_{part}.weight" for part in ("qkv", "z", "a", "b")]
-    for name, form in zip(names, given, strict=True):
+    for name, form in zip(names, forms, strict=True):
         monkeypatch.setattr("quantized_checkpoints.PRODUCTS", (name,))
         tensors, _ = packed_tensors(FORMS[form], tensors)
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
-    groups = {form: FORMS[form].settings["config_groups"]["group_0"] for form in given}
+    groups = {form: FORMS[form].settings["config_groups"]["group_0"] for form in forms}
     settings = FORMS["int4 group"].settings | {"config_groups": groups}
     edit_config(folder, lambda config: config.update(quantization_config=settings))
     form = load_model(folder, device="cpu", dtype="float32").layers[0].linears["in_proj"]
@@ -157,18 +157,16 @@ def test_weights_that_are_not_symmetric_need_zero_points(tmp_path: Path) -> None
 
 def test_scales_that_do_not_fit_are_named(tmp_path: Path) -> None:
     packed, _ = write_pair(FORMS["int4 group"], tmp_path)
-    tensors = load_file(packed / "model.safetensors")
     name = MLP.replace("weight", "weight_scale")
-    tensors[name] = tensors[name][:, :-1].contiguous()
-    save_file(tensors, packed / "model.safetensors")
+    with edited_tensors(packed) as tensors:
+        tensors[name] = tensors[name][:, :-1].contiguous()
     with pytest.raises(CheckpointError, match=r"down_proj\.weight_scale is BF16 \[64, 2\]"):
         load_model(packed, device="cpu")
 
 
 def test_groups_of_unequal_sizes_are_refused(tmp_path: Path) -> None:
     packed, _ = write_pair(FORMS["gptq desc_act"], tmp_path)
-    tensors = load_file(packed / "model.safetensors")
-    tensors[MLP.replace("weight", "g_idx")].zero_()
-    save_file(tensors, packed / "model.safetensors")
+    with edited_tensors(packed) as tensors:
+        tensors[MLP.replace("weight", "g_idx")].zero_()
     with pytest.raises(CheckpointError, match="not 32 columns each"):
         load_model(packed, device="cpu")

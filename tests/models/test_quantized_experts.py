@@ -44,6 +44,14 @@ def logits(model: Decoder) -> Tensor:
     return driven.decode([70, 71], [len(text) for text in TEXTS])
 
 
+def models_of_file(path: Path, name: str, gate: str, up: str, down: str) -> tuple[Decoder, Decoder]:
+    """Write a GGUF file of experts; return its model with blocks and the one without, which have the same logits."""
+    quantized_file(path, name, {"gate_exps.weight": gate, "up_exps.weight": up, "down_exps.weight": down})
+    packed, plain = (load_model(path, device="cpu", dtype="float32", quantize=mode) for mode in ("gguf", None))
+    torch.testing.assert_close(logits(packed), logits(plain), rtol=1e-4, atol=1e-4)
+    return packed, plain
+
+
 @pytest.mark.parametrize(
     ("name", "gate_up", "down"),
     [
@@ -54,10 +62,7 @@ def logits(model: Decoder) -> Tensor:
     ],
 )
 def test_those_of_a_gguf_file_keep_their_blocks(tmp_path: Path, name: str, gate_up: str, down: str) -> None:
-    types = {"gate_exps.weight": gate_up, "up_exps.weight": gate_up, "down_exps.weight": down}
-    file = quantized_file(tmp_path / "model.gguf", name, types)
-    packed, plain = (load_model(file, device="cpu", dtype="float32", quantize=mode) for mode in ("gguf", None))
-    torch.testing.assert_close(logits(packed), logits(plain), rtol=1e-4, atol=1e-4)
+    packed, plain = models_of_file(tmp_path / "model.gguf", name, gate_up, gate_up, down)
     hidden = packed.config.hidden_size
     for experts in experts_in(packed):
         values = experts.count * experts.width * hidden
@@ -73,11 +78,8 @@ def test_those_of_a_gguf_file_keep_their_blocks(tmp_path: Path, name: str, gate_
 
 
 def test_a_gate_in_another_type_is_undone_with_what_it_is_for(tmp_path: Path) -> None:
-    types = {"gate_exps.weight": "Q4_0", "up_exps.weight": "Q8_0", "down_exps.weight": "Q8_0"}
     for name in ("mixtral", "gpt-oss"):
-        file = quantized_file(tmp_path / f"{name}.gguf", name, types)
-        packed, plain = (load_model(file, device="cpu", dtype="float32", quantize=mode) for mode in ("gguf", None))
-        torch.testing.assert_close(logits(packed), logits(plain), rtol=1e-4, atol=1e-4)
+        packed, _ = models_of_file(tmp_path / f"{name}.gguf", name, "Q4_0", "Q8_0", "Q8_0")
         assert all(isinstance(experts.gate_up, PlainExperts) for experts in experts_in(packed))
         assert all(isinstance(experts.down, ExpertPanels) for experts in experts_in(packed))
 

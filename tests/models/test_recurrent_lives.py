@@ -82,7 +82,7 @@ class Engines:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._made: dict[int, LLM] = {}
+        self._engines: dict[int, LLM] = {}
         with self.make(max_batch_size=1, max_prefill_tokens=512) as llm:
             self.alone = [answer_of(llm.generate([prompt], params, use_tqdm=False)[0]) for prompt, params in requests()]
 
@@ -96,12 +96,12 @@ class Engines:
         return LLM(self.folder, config=buckets, state_checkpoints=count, state_checkpoint_tokens=tokens, **options)
 
     def __getitem__(self, index: int) -> LLM:
-        if index not in self._made:
-            self._made[index] = self.make(**(*ENGINES, DRAFTING)[index])
-        return self._made[index]
+        if index not in self._engines:
+            self._engines[index] = self.make(**(*ENGINES, DRAFTING)[index])
+        return self._engines[index]
 
     def close(self) -> None:
-        for llm in self._made.values():
+        for llm in self._engines.values():
             llm.close()
 
 
@@ -165,8 +165,8 @@ def test_drafts_change_no_bit(engines_of: Callable[[str], Engines], name: str, s
     assert drafted > accepted > 0
 
 
-def scan_each_query(right: Callable[..., Any], *given: Any) -> Any:
-    inputs = right(*given)
+def scan_each_query(right: Callable[..., Any], *args: Any) -> Any:
+    inputs = right(*args)
     inputs.scan_rows = inputs.rows
     return inputs
 
@@ -255,23 +255,23 @@ def test_a_shared_prefix_changes_no_token(checkpoint, monkeypatch, name):
     check_shared(checkpoint(name))
 
 
-def take_past_checkpoints(right: Callable[..., int], scheduler: Scheduler, *given: Any) -> int:
+def take_past_checkpoints(right: Callable[..., int], scheduler: Scheduler, *args: Any) -> int:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(scheduler.cache, "checkpoint_tokens", None)
-        return right(scheduler, *given)
+        return right(scheduler, *args)
 
 
 CHECKPOINT_FAULTS = {
     "a state is saved behind the page before": Fault(
         PageLedger,
         "digests_of",
-        lambda right, *given: [b"", *right(*given)[:-1]],
+        lambda right, *args: [b"", *right(*args)[:-1]],
         during=(PagedKVCache, "save_state"),
     ),
     "a state is restored from where it is to go": Fault(
         PagedKVCache,
         "_copy_state",
-        lambda right, *given, is_restored: right(*given, is_restored=not is_restored),
+        lambda right, *args, is_restored: right(*args, is_restored=not is_restored),
     ),
     "a chunk goes past a checkpoint": Fault(Scheduler, "_take_chunk", take_past_checkpoints),
     "no state is restored": Fault(PagedKVCache, "restore_state", dropped),
@@ -318,13 +318,13 @@ class NeverZero(list):
         return False
 
 
-LOOKS_PAST = Fault(StateCheckpoints, "tokens_past", lambda right, *given: NeverZero(right(*given)))
+LOOKS_PAST = Fault(StateCheckpoints, "tokens_past", lambda right, *args: NeverZero(right(*args)))
 TURN_FAULTS = {
     "a launch goes past a checkpoint": [Fault(StateCheckpoints, "steps_left", returns(16))],
     "the next launch follows before the state is saved": [LOOKS_PAST],
     "a state is saved that the next launch has changed": [
         LOOKS_PAST,
-        Fault(OutputProcessor, "accept", lambda right, *given, is_last: right(*given, is_last=True)),
+        Fault(OutputProcessor, "accept", lambda right, *args, is_last: right(*args, is_last=True)),
     ],
 }
 
@@ -397,10 +397,10 @@ HYBRIDS = {
 def test_states_and_keys_of_32k_tokens_take_a_part_of_what_full_attention_takes(name):
     buckets, settings = BucketConfig(max_batch_size=8, max_sequence_length=32768), HYBRIDS[name]
 
-    def kept_bytes(**changes: Any) -> int:
+    def cache_bytes(**changes: Any) -> int:
         shape = config_of(settings | changes)
         arguments = (EngineConfig(buckets), shape, torch.bfloat16, torch.device("cpu"))
         return plan_capacity(*arguments, available_bytes=2**45).cache_bytes + state_bytes_of(buckets, shape)
 
-    full = kept_bytes(layer_types=["full_attention"] * settings["num_hidden_layers"])
-    assert kept_bytes() <= 0.3 * full, kept_bytes() / full
+    full = cache_bytes(layer_types=["full_attention"] * settings["num_hidden_layers"])
+    assert cache_bytes() <= 0.3 * full, cache_bytes() / full

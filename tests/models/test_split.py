@@ -128,36 +128,36 @@ def test_a_rank_has_its_share_of_the_weights_within_a_tenth(shape: str, count: i
     assert elements(split(source, count - 1, count)) == pytest.approx(whole / count, rel=0.1)
 
 
-class Given:
+class TensorSource:
     """A source of tensors in memory."""
 
     def __init__(self, values: dict[str, torch.Tensor]) -> None:
-        self.given = values
+        self.values = values
         self.tensors = {name: Stored((*tensor.shape,), "F64") for name, tensor in values.items()}
 
     def read(self, name: str, out: torch.Tensor, shard: Shard | None = None) -> None:
-        out.copy_(self.given[name] if shard is None else self.given[name][shard.slices(self.tensors[name].shape)])
+        out.copy_(self.values[name] if shard is None else self.values[name][shard.slices(self.tensors[name].shape)])
 
 
 @pytest.mark.parametrize(("name", "count"), [("llama-3", 4), ("phi3", 2), ("qwen2-moe", 2)])
 def test_a_rank_has_the_part_of_an_adapter_that_changes_its_part_of_a_product(checkpoint, name, count):
     source, drawn = Checkpoint(checkpoint(name)), torch.Generator().manual_seed(1)
     every = family_of(source.config().architecture).weights_in(source.config(), source.tensors)
-    products = {name_here: piece for name_here, piece in every.items() if len(piece[0].shape) == 2}
+    products = {key: piece for key, piece in every.items() if len(piece[0].shape) == 2}
     matrices, changes = {}, {}
-    for name_here, piece in products.items():
+    for key, piece in products.items():
         down = torch.randn(len(piece), 3, piece[0].shape[1], generator=drawn, dtype=torch.float64)
         ups = [torch.randn(3, part.shape[0], generator=drawn, dtype=torch.float64) for part in piece]
-        matrices[name_here] = (down, torch.cat(ups, dim=1))
+        matrices[key] = (down, torch.cat(ups, dim=1))
         changes |= {part.name: up.T @ a for part, a, up in zip(piece, down, ups, strict=True)}
     for rank in range(count):
-        split_changes = SplitSource(Given(changes), products, rank, count)
+        split_changes = SplitSource(TensorSource(changes), products, rank, count)
         part_of_it = split_adapter(Adapter(matrices), products, rank, count)
-        for name_here, (down, up) in Adapter.of_bytes(part_of_it.to_bytes()).matrices.items():
+        for key, (down, up) in Adapter.of_bytes(part_of_it.to_bytes()).matrices.items():
             expected = [
-                torch.empty(split_changes.tensors[part.name].shape, dtype=torch.float64) for part in products[name_here]
+                torch.empty(split_changes.tensors[part.name].shape, dtype=torch.float64) for part in products[key]
             ]
-            for part, out in zip(products[name_here], expected, strict=True):
+            for part, out in zip(products[key], expected, strict=True):
                 split_changes.read(part.name, out)
             ups = up.split([len(out) for out in expected], dim=1)
             for piece, a, out in zip(ups, down, expected, strict=True):
@@ -221,6 +221,14 @@ def same_bits(ranks: list[list[torch.Tensor]]) -> bool:
     return all(torch.equal(mine, theirs) for others in ranks[1:] for mine, theirs in zip(ranks[0], others, strict=True))
 
 
+def check_ranks(path: Path, count: int, **options: Any) -> None:
+    """Check that the logits have the same bits on all ranks, and are those of one process."""
+    results = on_all_ranks(count, lambda shared: logits_of(path, shared, **options))
+    assert same_bits(results)
+    for actual, expected in zip(results[0], logits_of(path, None, **options), strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize(
     ("name", "count"),
     [
@@ -229,11 +237,7 @@ def same_bits(ranks: list[list[torch.Tensor]]) -> bool:
     ],
 )
 def test_logits_have_the_same_bits_on_all_ranks(checkpoint: Callable[[str], Path], name: str, count: int) -> None:
-    path = checkpoint(name)
-    results = on_all_ranks(count, lambda shared: logits_of(path, shared))
-    assert same_bits(results)
-    for actual, whole in zip(results[0], logits_of(path, None), strict=True):
-        torch.testing.assert_close(actual, whole, rtol=1e-4, atol=1e-4)
+    check_ranks(checkpoint(name), count)
 
 
 @pytest.mark.parametrize("norm_first", [False, True])
@@ -285,10 +289,7 @@ def test_a_rank_keeps_blocks_of_products_and_embedding_in_half_the_memory(tmp_pa
         assert isinstance(o.form, PanelLinear)
     whole, *of_ranks = (sum(tensor.nbytes for tensor in model.constants) for model in (load(None), *ranks))
     assert of_ranks == pytest.approx([whole / 2] * 2, rel=0.1)
-    results = on_all_ranks(2, lambda shared: logits_of(path, shared, quantize="gguf"))
-    assert same_bits(results)
-    for mine, all_of_it in zip(results[0], logits_of(path, None, quantize="gguf"), strict=True):
-        torch.testing.assert_close(mine, all_of_it, rtol=1e-4, atol=1e-4)
+    check_ranks(path, 2, quantize="gguf")
 
 
 @compiled
@@ -306,11 +307,7 @@ def test_a_row_in_parts_is_rounded_to_int8_as_the_whole(checkpoint: Callable[[st
 @compiled
 @pytest.mark.parametrize("quantize", ["int8", "q8_0"])
 def test_ranks_share_experts_that_are_rounded_while_they_are_read(checkpoint, quantize):
-    path = checkpoint("gpt-oss")
-    results = on_all_ranks(2, lambda shared: logits_of(path, shared, quantize=quantize))
-    assert same_bits(results)
-    for mine, all_of_it in zip(results[0], logits_of(path, None, quantize=quantize), strict=True):
-        torch.testing.assert_close(mine, all_of_it, rtol=1e-4, atol=1e-4)
+    check_ranks(checkpoint("gpt-oss"), 2, quantize=quantize)
 
 
 def test_columns_in_gptq_s_own_order_are_refused_by_name(tmp_path: Path) -> None:

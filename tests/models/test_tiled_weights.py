@@ -13,8 +13,8 @@ from driven_decoder import DrivenDecoder
 from gguf_checkpoints import quantized_file, random_model
 from products import product
 from quantized_checkpoints import FORMS, write_pair
-from test_gguf_blocks import values
-from test_quantized_experts import experts_in, logits
+from test_gguf_blocks import product_values, values
+from test_quantized_experts import experts_in, logits, models_of_file
 
 from graphdecode.kernels.linear.small_linear import SmallLinearConfig, partial_sums
 from graphdecode.kernels.linear.tiled_linear import tiled_linear_triton
@@ -70,11 +70,9 @@ def test_a_files_blocks_are_kept_part_by_part_and_all_products_are_those_of_thei
         "gate_up": ["u4"],
         "down": ["s8"],
     }
-    names = {"qkv": [f"self_attn.{part}_proj" for part in "qkv"], "o": ["self_attn.o_proj"]}
-    names |= {"gate_up": ["mlp.gate_proj", "mlp.up_proj"], "down": ["mlp.down_proj"]}
     draw = torch.Generator().manual_seed(4)
     for name, form in linears.items():
-        weight = torch.cat([values(source, f"model.layers.1.{part}.weight") for part in names[name]])
+        weight = product_values(source, name, layer=1)
         torch.testing.assert_close(product(form), weight.T, rtol=1e-6, atol=1e-6)
         x, gain = torch.randn(3, form.in_features, generator=draw), torch.rand(form.in_features, generator=draw)
         norm = x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * gain
@@ -236,10 +234,7 @@ def test_a_layer_of_int8_weights_is_five_launches_on_a_gpu_and_reads_half_the_by
     [("mixtral", "Q4_0", "Q8_0"), ("gpt-oss", "MXFP4", "MXFP4"), ("qwen3moe", "F16", "Q4_0")],
 )
 def test_experts_of_a_file_are_tiles_too(tmp_path, forms_of_a_gpu, name, gate_up, down):
-    types = {"gate_exps.weight": gate_up, "up_exps.weight": gate_up, "down_exps.weight": down}
-    path = quantized_file(tmp_path / "small.gguf", name, types)
-    packed, plain = (load_model(path, device="cpu", dtype="float32", quantize=mode) for mode in ("gguf", None))
-    torch.testing.assert_close(logits(packed), logits(plain), rtol=1e-4, atol=1e-4)
+    packed, _ = models_of_file(tmp_path / "small.gguf", name, gate_up, gate_up, down)
     for experts in experts_in(packed):
         assert type(experts.down) is ExpertTiles
         assert type(experts.gate_up) is (PlainExperts if gate_up == "F16" else ExpertTiles)

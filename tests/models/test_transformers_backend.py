@@ -162,7 +162,7 @@ def test_a_familys_model_runs_either_way(tmp_path: Path) -> None:
         (BloomConfig(vocab_size=259, hidden_size=64, n_layer=1, n_head=4), "position_ids"),
         (BartConfig(vocab_size=259, d_model=64, encoder_layers=1, decoder_layers=1), "position_ids"),
     ],
-    ids=lambda given: type(given).__name__ if not isinstance(given, str) else "",
+    ids=lambda value: type(value).__name__ if not isinstance(value, str) else "",
 )
 def test_what_needs_another_cache_is_refused_before_its_weights_are_read(
     tmp_path: Path, config: Any, says: str
@@ -187,7 +187,7 @@ def test_what_needs_another_cache_is_refused_before_its_weights_are_read(
         (Qwen2Config(), "Qwen2Model", "Qwen2ForCausalLM"),
         (T5Config(), "T5ForConditionalGeneration", "encoder and a decoder"),
     ],
-    ids=lambda given: given if isinstance(given, str) else "",
+    ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_what_is_no_causal_decoder_of_text_is_refused_with_the_reason(tmp_path, config, architecture, says):
     config.architectures = [architecture]

@@ -14,7 +14,7 @@ import pytest
 import torch
 import transformers
 from compiled_kernels import compiled
-from family_checkpoints import edit_config, save_checkpoint
+from family_checkpoints import edit_config, edited_tensors, save_checkpoint
 from gguf_checkpoints import quantized_file
 from greedy_tokens import greedy_tokens
 from peft_folders import linear_weights, save_peft
@@ -55,9 +55,8 @@ def flipped(folder: Path, into: Path) -> Path:
     into.mkdir()
     for file in folder.iterdir():
         (into / file.name).write_bytes(file.read_bytes())
-    tensors = load_file(folder / FILE)
-    changed = {name: tensor if name.endswith("g_idx") else tensor.flip(0) for name, tensor in tensors.items()}
-    save_file(changed, into / FILE, {"format": "pt"})
+    with edited_tensors(into) as tensors:
+        tensors |= {name: tensor.flip(0) for name, tensor in tensors.items() if not name.endswith("g_idx")}
     return into
 
 
@@ -306,8 +305,8 @@ def test_what_does_not_fit_is_refused_by_name_and_nothing_changes(small, weights
 def test_folders_that_do_not_fit_are_refused_and_nothing_changes(small, pair, tmp_path):
     second, before = pair("llama-2")[1], unchanged(small)
     missing = flipped(second, tmp_path / "missing")
-    tensors = {name: tensor for name, tensor in load_file(second / FILE).items() if name != NORM}
-    save_file(tensors, missing / FILE, {"format": "pt"})
+    with edited_tensors(missing) as tensors:
+        del tensors[NORM]
     with pytest.raises(ValueError, match=f"missing: {NORM}"):
         small.update_weights(missing)
     cut = flipped(second, tmp_path / "cut")
