@@ -73,10 +73,10 @@ def load_modules(files: Sequence[str | Path]) -> None:
                 LOADED[path] = _imported(path)
 
 
-def refuse_taken(what: str, name: str, taken: bool, replace: bool) -> None:
+def refuse_taken(kind: str, name: str, is_taken: bool, replace: bool) -> None:
     """Raise an ArgumentError if a name is taken, unless `replace`."""
-    if taken and not replace:
-        raise ArgumentError(f"{what} {shown(name, plain=True)} is registered already; replace=True takes its place")
+    if is_taken and not replace:
+        raise ArgumentError(f"{kind} {shown(name, plain=True)} is registered already; replace=True takes its place")
 
 
 def _imported(path: Path) -> ModuleType:

@@ -69,18 +69,18 @@ class PrefixIndex:
     def find(self, token_ids: Sequence[int], max_pages: int, root: bytes = _ROOT) -> tuple[list[int], list[bytes]]:
         """Return the pages of the longest cached prefix of these tokens below a root, and their digests."""
         pages: list[int] = []
-        found: list[bytes] = []
+        matched: list[bytes] = []
         for digest in self.digests(token_ids, 0, max_pages, root):
             page = self._page_of.get(digest)
             if page is None:
                 break
             pages.append(page)
-            found.append(digest)
+            matched.append(digest)
         if self._checkpoints is not None:
-            borders = range(len(found) - len(found) % self._checkpoints.interval, 0, -self._checkpoints.interval)
-            end = next((border for border in borders if found[border - 1] in self._checkpoint_of), 0)
-            pages, found = pages[:end], found[:end]
-        return pages, found
+            borders = range(len(matched) - len(matched) % self._checkpoints.interval, 0, -self._checkpoints.interval)
+            end = next((border for border in borders if matched[border - 1] in self._checkpoint_of), 0)
+            pages, matched = pages[:end], matched[:end]
+        return pages, matched
 
     @property
     def num_checkpoints(self) -> int:

@@ -177,8 +177,8 @@ class PagedKVCache:
             self._copy_state(checkpoint, sequence_id, is_restored=False)
 
     def _copy_state(self, checkpoint: int, sequence_id: Hashable, *, is_restored: bool) -> None:
-        kept, row = self.null_state_row + 1 + checkpoint, self.state_row_of(sequence_id)
-        self.copy_state(*((kept, row) if is_restored else (row, kept)))
+        checkpoint_row, row = self.null_state_row + 1 + checkpoint, self.state_row_of(sequence_id)
+        self.copy_state(*((checkpoint_row, row) if is_restored else (row, checkpoint_row)))
 
     def copy_state(self, source: int, destination: int) -> None:
         """Copy a row of recurrent states, on all ranks."""

@@ -37,7 +37,7 @@ def store_block_sums(block_max, block_sum, index, values):
 def row_logprobs(outputs, block_max, block_sum, line, row, token, num_top, vocab, META: tl.constexpr):
     """Write the results of `token_logprobs` for one row with logits at `line`, after `store_block_sums`.
 
-    It reads the logits once for the rank, and then takes the `wanted` most likely tokens one by one, each from the
+    It reads the logits once for the rank, and then takes the `num_top` most likely tokens one by one, each from the
     block with the largest remaining logit.
     """
     blocks = tl.arange(0, META.BLOCKS_PADDED)
