@@ -1,11 +1,11 @@
-"""The fastest product of a plain weight on a GPU, measured once per shape and machine, and cached on disk."""
+"""The fastest product of a weight on a GPU, measured once per shape and machine, and cached on disk."""
 
 import hashlib
 import json
 import platform
 import tempfile
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -17,10 +17,18 @@ from torch import Tensor
 
 from graphdecode.extensions import version_of
 from graphdecode.kernels import native
+from graphdecode.kernels.cuda.nvrtc import unavailable_reason, version
+from graphdecode.kernels.linear.skinny_linear import MOST_ROWS as SKINNY_ROWS
 from graphdecode.kernels.linear.small_linear import KINDS, MOST_ROWS, SmallLinearConfig
 from graphdecode.kernels.native.instructions import instructions
 from graphdecode.kernels.native.private_folder import cache_folder
-from graphdecode.linear.small_linear_timing import FusedForm, GraphClock, fastest_product
+from graphdecode.linear.small_linear_timing import (
+    FusedForm,
+    GraphClock,
+    TiledOperand,
+    fastest_product,
+    fastest_tiled,
+)
 
 _FILE = "choices.json"
 
@@ -37,13 +45,14 @@ def processor_name(device: torch.device) -> str:
 
 
 def software() -> str:
-    """Return the software that measurements depend on: versions of torch and Triton, and a hash of the sources."""
+    """Return the software that measurements depend on: versions of torch, Triton and NVRTC, a hash of the sources."""
     source = hashlib.sha256()
     kernels = Path(native.__file__).parents[1]
     for folder in (Path(__file__).parent, *(kernels / name for name in ("cuda", "linear", "moe", "native"))):
         for file in sorted(folder.glob("*.[pch]*")):
             source.update(file.read_bytes())
-    return f"torch {torch.__version__}, triton {version_of('triton')}, source {source.hexdigest()[:12]}"
+    nvrtc = "no NVRTC" if unavailable_reason() else f"NVRTC {'.'.join(map(str, version()))}"
+    return f"torch {torch.__version__}, triton {version_of('triton')}, {nvrtc}, source {source.hexdigest()[:12]}"
 
 
 class ChoiceCache:
@@ -92,7 +101,7 @@ class LinearChoice:
     """The path of one layer shape at one number of rows, with its measurements."""
 
     path: str  # the form's path; for a plain weight on a GPU "plain" or "small"
-    config: SmallLinearConfig | None = None  # of the small path
+    config: SmallLinearConfig | None = None  # of the small path, and of tiles
     us: float | None = None  # microseconds of one product; None: not measured
     gb_per_s: float | None = None  # bytes of the weight over that time
     runner_up: str | None = None  # the second fastest path
@@ -121,7 +130,7 @@ class LinearChoice:
             return None
         numbers = (choice.us, choice.gb_per_s, choice.runner_up_us)
         is_possible = (
-            choice.path == ("small" if config else "plain")
+            choice.path in (("small", "tiles") if config else ("plain",))
             and kind in KINDS
             and all(isinstance(size, int) for size in sizes)
             and all(isinstance(number, float | int | None) for number in numbers)
@@ -135,7 +144,7 @@ class LinearChoice:
 
 
 class LinearTuner:
-    """Times the products of a plain weight on a GPU, once per device, shape, dtype and batch size.
+    """Times the products of a weight on a GPU, once per device, shape, dtype and batch size.
 
     `cache`: the cache on disk; None: choices are kept only in this object.
     """
@@ -172,28 +181,67 @@ class LinearTuner:
             return {}
         return {rows: self._choice(weight, bias, rows, fused) for rows in batch_sizes if rows <= MOST_ROWS}
 
-    def _choice(self, weight: Tensor, bias: Tensor | None, rows: int, fused: FusedForm) -> LinearChoice:
+    def choose_tiled(
+        self,
+        weight: TiledOperand,
+        bias: Tensor | None,
+        batch_sizes: tuple[int, ...],
+        fused: FusedForm,
+        triton_config: Callable[[int], SmallLinearConfig],
+    ) -> dict[int, LinearChoice]:
+        """Return the faster product of a quantized weight on a GPU for each batch size: Triton's, or CUDA C++.
+
+        For batch sizes that CUDA C++ has no kernel for, or without NVRTC, there is no choice. `triton_config`: Triton's
+        configuration by rows.
+        """
+        if unavailable_reason() is not None or weight.device.type != "cuda" or weight.nbytes < _LEAST_BYTES:
+            return {}
+        few = [rows for rows in batch_sizes if rows <= SKINNY_ROWS]
+        return {rows: self._choice(weight, bias, rows, fused, triton_config(rows)) for rows in few}
+
+    def _choice(
+        self,
+        weight: Tensor | TiledOperand,
+        bias: Tensor | None,
+        rows: int,
+        fused: FusedForm,
+        triton_config: SmallLinearConfig | None = None,
+    ) -> LinearChoice:
         """Return the choice for a number of rows: known, from the cache on disk, or measured."""
         shape = "x".join(map(str, weight.shape))
         layer = f"linear {shape} {str(weight.dtype)[6:]} {'no ' if bias is None else ''}bias, rows {rows}"
+        if isinstance(weight, TiledOperand):
+            layer = f"{layer}, {' '.join(map(str, weight.tiles.layout))}"
         step = f"{'norm, ' * fused.is_normed}{fused.epilogue}"
         key = f"{layer} | {step} | {processor_name(weight.device)} | {self._software}"
         if key not in self._choices:
             choice = None if self._cache is None else LinearChoice.from_dict(self._cache.get(key))
             if choice is None:
-                choice = self._measured(weight, bias, rows, fused)
+                choice = self._measured(weight, bias, rows, fused, triton_config)
                 if self._cache is not None and choice.us is not None:
                     self._cache.put(key, asdict(choice))
             self._choices[key] = choice
         return self._choices[key]
 
-    def _measured(self, weight: Tensor, bias: Tensor | None, rows: int, fused: FusedForm) -> LinearChoice:
+    def _measured(
+        self,
+        weight: Tensor | TiledOperand,
+        bias: Tensor | None,
+        rows: int,
+        fused: FusedForm,
+        triton_config: SmallLinearConfig | None,
+    ) -> LinearChoice:
         try:
             if self._clock is None:  # one stream: cuBLAS keeps a workspace for each
                 self._clock = GraphClock(weight.device)
-            config, times = fastest_product(weight, bias, rows, self._clock, fused)
-        except Exception as error:  # such as out of memory: use cuBLAS
+            if isinstance(weight, Tensor):
+                config, times = fastest_product(weight, bias, rows, self._clock, fused)
+            else:
+                assert triton_config is not None
+                config, times = fastest_tiled(weight, bias, rows, self._clock, fused, triton_config)
+        except Exception as error:  # such as out of memory: use cuBLAS, or Triton's
             message = f"linear paths for {rows} rows could not be timed: {type(error).__name__}: {error}"
             warnings.warn(message, RuntimeWarning, stacklevel=2)
-            return LinearChoice("plain")
-        return LinearChoice.among("plain" if config is None else "small", config, times, weight.nbytes)
+            return LinearChoice("plain" if triton_config is None else "tiles", triton_config)
+        path = "plain" if config is None else "small" if isinstance(weight, Tensor) else "tiles"
+        return LinearChoice.among(path, config, times, weight.nbytes)

@@ -1,13 +1,14 @@
 """Times products of a few rows on this GPU: each candidate is captured in a graph, timed and checked.
 
-A graph holds several products over copies of the weight, so that caches do not help. A norm writes the activations
-before each product; fused operators are timed with it. Tests replace the clock.
+A graph holds several products over copies of the weight, so that caches do not help. Before each runs what is before it
+in a layer: the product that was chosen for it, or a norm. Fused operators are timed with it. Tests replace the clock.
 """
 
 import contextlib
 import warnings
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -20,6 +21,8 @@ from graphdecode.kernels.linear.small_linear import (
     skinny_candidates,
     small_linear,
 )
+from graphdecode.kernels.linear.tiled_linear import tiled_linear
+from graphdecode.kernels.linear.weight_tiles import WeightTiles
 from graphdecode.kernels.model.act_mul import act_mul
 from graphdecode.kernels.native.optional_triton import has_early_start
 from graphdecode.kernels.norm.rms_norm import add_rms_norm, rms_norm
@@ -36,15 +39,29 @@ _PLAIN_MARGIN = 1.02  # by which a candidate must be faster than cuBLAS
 _TOLERANCE = {torch.float32: 2e-3, torch.float16: 1e-2, torch.bfloat16: 6e-2}
 
 
+class Before(NamedTuple):
+    """A product that was chosen, before the next one of its layer."""
+
+    call: Callable[[], None]
+    width: int  # columns of its result
+    is_input: bool  # the next product reads it; attention reads the result of a product without an epilogue
+
+    def feeds(self, in_features: int) -> bool:
+        """Whether a product with these columns follows it directly."""
+        return self.is_input and self.width == in_features
+
+
 class GraphClock:
     """Times calls in a captured graph on a CUDA device.
 
     Attributes:
         units: multiprocessors of the device.
         has_pdl: whether kernels support programmatic dependent launch.
+        before: by rows, the product that was chosen last.
     """
 
     def __init__(self, device: torch.device) -> None:
+        self.before: dict[int, Before] = {}
         self.units = torch.cuda.get_device_properties(device).multi_processor_count
         self.has_pdl = has_early_start(device)
         self._device = device
@@ -107,19 +124,55 @@ FUSED_FORMS = {  # by the last part of a weight's name in the model
 }
 
 
+class TiledOperand(NamedTuple):
+    """A quantized weight as a contest reads it."""
+
+    tiles: WeightTiles
+    in_features: int
+    dtype: torch.dtype  # of the activations
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and columns of the weight."""
+        return self.tiles.words.shape[1], self.in_features
+
+    @property
+    def device(self) -> torch.device:
+        """Where it lies."""
+        return self.tiles.words.device
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that a product reads."""
+        return sum(part.nbytes for part in self.tiles if isinstance(part, Tensor))
+
+    def clone(self) -> Self:
+        """Return a copy."""
+        copied: list[Any] = [part.clone() if isinstance(part, Tensor) else part for part in self.tiles]
+        return self._replace(tiles=WeightTiles(*copied))
+
+
 class Contest:
     """One layer shape at one number of rows, and the candidates' products over copies of its weight.
 
-    cuBLAS is timed with extra launches for norm, activation and sum. `cold_bytes`: least size of all copies.
+    cuBLAS is timed with extra launches for norm, activation and sum.
+
+    Args:
+        cold_bytes: least size of all copies.
+        before: the product that was chosen last; if it feeds this one, it runs before each, as in a step: a product
+            that starts early may cost more behind it than by itself.
+        first: the candidate whose result the others' are compared with; None: cuBLAS.
     """
 
     def __init__(
         self,
-        weight: Tensor,
+        weight: Tensor | TiledOperand,
         bias: Tensor | None,
         rows: int,
         fused: FusedForm = FusedForm(),  # noqa: B008 (immutable)
         cold_bytes: int = _COLD_BYTES,
+        before: Before | None = None,
+        first: SmallLinearConfig | None = None,
     ) -> None:
         copies = min(-(-cold_bytes // weight.nbytes), _COPIES)
         self._weights = [weight]
@@ -129,21 +182,27 @@ class Contest:
         generator = torch.Generator(weight.device).manual_seed(rows)  # leaves the user's random state alone
         out_features, in_features = weight.shape
         width = out_features // 2 if fused.is_gated else out_features
+        self._before = before.call if before is not None and before.feeds(in_features) else None
 
         def drawn(columns: int) -> Tensor:
             return torch.randn(rows, columns, device=weight.device, generator=generator).to(weight.dtype)
 
         self._source, self._residual = drawn(in_features), drawn(width)
         self._x, self._hidden = (torch.empty_like(self._source) for _ in range(2))
-        self._product = weight.new_empty(rows, out_features)
+        self._product = self._source.new_empty(rows, out_features)
         self._summed = torch.empty_like(self._residual)
         self._gain = torch.ones(in_features, dtype=torch.float32, device=weight.device)
+        rms_norm(self._x, self._source, self._gain, _EPS)
         self._outs = [torch.empty_like(self._residual) for _ in range(max(copies, _CALLS))]
-        self._run(self.calls(None)[:1])
+        self._run(self.calls(first)[:1])
         self._expected = self._outs[0].clone()
 
     def _write_activations(self) -> None:
-        rms_norm(self._x, self._source, self._gain, _EPS)
+        """Launch what comes before the product: the product that feeds it, or a norm in the place of attention."""
+        if self._before is None:
+            rms_norm(self._x, self._source, self._gain, _EPS)
+        else:
+            self._before()
 
     def activations_alone(self) -> list[Callable[[], None]]:
         """Return calls without a product; their time is subtracted."""
@@ -151,27 +210,42 @@ class Contest:
 
     def calls(self, config: SmallLinearConfig | None) -> list[Callable[[], None]]:
         """Return the calls of one candidate; None: cuBLAS."""
-        rows, out_features = self._product.shape
-        needed = 0 if config is None else config.counters(rows, out_features)
-        counters = torch.zeros(needed, dtype=torch.int32, device=self._x.device) if needed else None
+        counters = self._counters(config)
         return [
             self._call(out, self._weights[index % len(self._weights)], config, counters)
             for index, out in enumerate(self._outs)
         ]
 
-    def _call(
-        self, out: Tensor, weight: Tensor, config: SmallLinearConfig | None, counters: Tensor | None
-    ) -> Callable[[], None]:
-        gain, epilogue = self._gain if self._fused.is_normed else None, self._fused.epilogue
+    def _counters(self, config: SmallLinearConfig | None) -> Tensor | None:
+        needed = 0 if config is None else config.counters(*self._product.shape)
+        return torch.zeros(needed, dtype=torch.int32, device=self._x.device) if needed else None
 
+    def _call(
+        self, out: Tensor, weight: Tensor | TiledOperand, config: SmallLinearConfig | None, counters: Tensor | None
+    ) -> Callable[[], None]:
         def call() -> None:
             self._write_activations()
-            if config is None:
-                self._write_plain(out, weight)
-            else:
-                small_linear(out, self._x, weight, self._bias, counters, config, gain=gain, eps=_EPS, epilogue=epilogue)
+            self._launch(out, weight, config, counters)
 
         return call
+
+    def _launch(
+        self, out: Tensor, weight: Tensor | TiledOperand, config: SmallLinearConfig | None, counters: Tensor | None
+    ) -> None:
+        gain, epilogue = self._gain if self._fused.is_normed else None, self._fused.epilogue
+        fused: dict[str, Any] = {"gain": gain, "eps": _EPS, "epilogue": epilogue}
+        if isinstance(weight, TiledOperand):
+            assert config is not None
+            tiled_linear(out, self._x, weight.tiles, self._bias, counters, config, **fused)
+        elif config is None:
+            self._write_plain(out, weight)
+        else:
+            small_linear(out, self._x, weight, self._bias, counters, config, **fused)
+
+    def chosen(self, config: SmallLinearConfig | None) -> Before:
+        """Return the product as what comes before the next one in a layer."""
+        call = partial(self._launch, self._outs[0], self._weights[0], config, self._counters(config))
+        return Before(call, self._residual.shape[1], self._fused.epilogue != "store")
 
     def _write_plain(self, out: Tensor, weight: Tensor) -> None:
         x, epilogue = self._x, self._fused.epilogue
@@ -186,7 +260,8 @@ class Contest:
 
     def skinny_candidates(self, pdl: bool) -> list[SmallLinearConfig]:
         """Return the configurations of the CUDA C++ kernel."""
-        return skinny_candidates(self._x, self._weights[0], pdl)
+        weight = self._weights[0]
+        return skinny_candidates(self._x, weight if isinstance(weight, Tensor) else weight.tiles, pdl)
 
     def _run(self, calls: Iterable[Callable[[], None]]) -> None:
         """Reset the results to NaN, or the residual, and run calls once."""
@@ -207,6 +282,45 @@ class Contest:
         return None
 
 
+class Race:
+    """Times candidates of a contest; one that fails or gives a wrong result is left out with a warning.
+
+    Attributes:
+        seconds: by configuration.
+    """
+
+    def __init__(self, contest: Contest, clock: GraphClock) -> None:
+        self.seconds: dict[SmallLinearConfig, float] = {}
+        self._contest, self._clock = contest, clock
+        self._nothing_s = clock.seconds(contest.activations_alone())
+
+    def product_seconds(self, config: SmallLinearConfig | None) -> float:
+        """Return the time of one product behind what comes before it."""
+        return max(self._clock.seconds(self._contest.calls(config)) - self._nothing_s, _LEAST_SECONDS)
+
+    def run(self, configs: Iterable[SmallLinearConfig]) -> None:
+        """Time candidates."""
+        for config in configs:
+            try:
+                problem, taken = self._contest.problem(config), self.product_seconds(config)
+            except Exception as error:  # such as too little shared memory: try the others
+                problem = f"failed: {type(error).__name__}: {error}".splitlines()[0]
+            if problem is None:
+                self.seconds[config] = taken
+            else:
+                warnings.warn(f"small linear {config} {problem}; not used", RuntimeWarning, stacklevel=3)
+
+    def run_skinny(self) -> None:
+        """Time the CUDA C++ kernel with an early start, and its best configurations without."""
+        self.run(self._contest.skinny_candidates(self._clock.has_pdl))
+        skinny = [config for config in self.best() if config.kind == "skinny" and config.pdl]
+        self.run([config._replace(pdl=False) for config in skinny[:_VARIED]])
+
+    def best(self) -> list[SmallLinearConfig]:
+        """Return the candidates, the fastest first."""
+        return sorted(self.seconds, key=self.seconds.__getitem__)
+
+
 def fastest_product(
     weight: Tensor,
     bias: Tensor | None,
@@ -218,38 +332,37 @@ def fastest_product(
 
     A candidate that fails or gives a wrong result is left out with a warning. `rows` is in 1..64.
     """
-    contest = Contest(weight, bias, rows, fused)
-    nothing_s = clock.seconds(contest.activations_alone())
-
-    def product_seconds(config: SmallLinearConfig | None) -> float:
-        return max(clock.seconds(contest.calls(config)) - nothing_s, _LEAST_SECONDS)
-
-    plain_s = product_seconds(None)
-    seconds: dict[SmallLinearConfig, float] = {}
-
-    def race(configs: Iterable[SmallLinearConfig]) -> None:
-        for config in configs:
-            try:
-                problem, taken = contest.problem(config), product_seconds(config)
-            except Exception as error:  # such as too little shared memory: try the others
-                problem = f"failed: {type(error).__name__}: {error}".splitlines()[0]
-            if problem is None:
-                seconds[config] = taken
-            else:
-                warnings.warn(f"small linear {config} {problem}; not used", RuntimeWarning, stacklevel=3)
-
+    contest = Contest(weight, bias, rows, fused, before=clock.before.get(rows))
+    race = Race(contest, clock)
+    plain_s = race.product_seconds(None)
     out_features, in_features = weight.shape
     configs = candidates(out_features, in_features, weight.element_size(), rows, clock.units, fused.is_normed)
     is_early = clock.has_pdl and fused.starts_early(rows)
-    race([config._replace(pdl=is_early) for config in configs])
-    best = sorted(seconds, key=seconds.__getitem__)[:_VARIED]
+    race.run([config._replace(pdl=is_early) for config in configs])
+    best = race.best()[:_VARIED]
     if is_early:  # which may cost more than it brings
-        race([varied for each in best for varied in (each._replace(prefetch=False), each._replace(pdl=False))])
-    race(contest.skinny_candidates(clock.has_pdl))
-    race([each._replace(pdl=False) for each in seconds if each.kind == "skinny" and each.pdl][:_VARIED])
-    race([each._replace(norms_apart=False) for each in best if each.norms_apart])
-    times = {"plain": plain_s} | {str(config): taken for config, taken in seconds.items()}
-    winner = min(seconds, key=seconds.__getitem__, default=None)
-    if winner is not None and seconds[winner] * _PLAIN_MARGIN > plain_s:
+        race.run([varied for each in best for varied in (each._replace(prefetch=False), each._replace(pdl=False))])
+    race.run([each._replace(norms_apart=False) for each in best if each.norms_apart])
+    race.run_skinny()
+    times = {"plain": plain_s} | {str(config): taken for config, taken in race.seconds.items()}
+    winner = next(iter(race.best()), None)
+    if winner is not None and race.seconds[winner] * _PLAIN_MARGIN > plain_s:
         winner = None
+    clock.before[rows] = contest.chosen(winner)
     return winner, times
+
+
+def fastest_tiled(
+    weight: TiledOperand, bias: Tensor | None, rows: int, clock: GraphClock, fused: FusedForm, first: SmallLinearConfig
+) -> tuple[SmallLinearConfig, dict[str, float]]:
+    """Time Triton's kernel in its configuration `first`, and the CUDA C++ kernel, over a quantized weight.
+
+    Returns the fastest, and all times in seconds by name.
+    """
+    contest = Contest(weight, bias, rows, fused, before=clock.before.get(rows), first=first)
+    race = Race(contest, clock)
+    race.run([first])
+    race.run_skinny()
+    winner = next(iter(race.best()), first)
+    clock.before[rows] = contest.chosen(winner)
+    return winner, {str(config): taken for config, taken in race.seconds.items()}

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -17,7 +18,7 @@ from graphdecode.linear.linear_choice import LinearChoice
 from graphdecode.linear.plain import Plain
 from graphdecode.linear.quantization.quantized_weight import QuantizedWeight
 from graphdecode.linear.quantized_linear import Int8Linear, QuantizedLinear
-from graphdecode.linear.small_linear_timing import FusedForm
+from graphdecode.linear.small_linear_timing import FusedForm, TiledOperand
 from graphdecode.linear.weight_form import ROWS_AT_ONCE, FormOptions, FusedProduct, RowTable
 
 
@@ -47,7 +48,7 @@ class TiledLinear(QuantizedLinear):
         order = parts[0].order
         device = options.device
         properties = torch.cuda.get_device_properties(device)
-        return cls(
+        form = cls(
             shape,
             bias,
             tuple(moved_tiles(part, device) for part in tiles),
@@ -59,6 +60,16 @@ class TiledLinear(QuantizedLinear):
             options.fused,
             None if order is None else order.to(device),
         )
+        return form if options.batch_invariant else form._with_choices(options)
+
+    def _with_choices(self, options: FormOptions) -> Self:
+        """Return the weight with the faster of two kernels for each batch size, if it is one part in order."""
+        if len(self.parts) > 1 or self.order is not None:
+            return self
+        operand = TiledOperand(self.parts[0], self.in_features, options.dtype)
+        triton_config = partial(self._config, is_normed=self.fused_form.is_normed)
+        chosen = options.tuner.choose_tiled(operand, self.bias, options.batch_sizes, options.fused, triton_config)
+        return replace(self, choices=chosen)
 
     def apply(self, out: Tensor, x: Tensor) -> None:
         x = x if self.order is None else torch.index_select(x, 1, self.order)
@@ -69,8 +80,8 @@ class TiledLinear(QuantizedLinear):
         return self._product(rows) if self.order is None else None
 
     def choice(self, rows: int) -> LinearChoice:
-        """Return the path with its configuration."""
-        return LinearChoice(self.path, self._config(rows))
+        """Return the path with its configuration, and its measurements, if any."""
+        return self.choices.get(rows) or LinearChoice(self.path, self._config(rows))
 
     @property
     def row_table(self) -> RowTable | None:
@@ -102,6 +113,9 @@ class TiledLinear(QuantizedLinear):
         return FusedProduct(product)
 
     def _config(self, rows: int, *, is_normed: bool = False) -> SmallLinearConfig:
+        if is_normed == self.fused_form.is_normed and (measured := self.choices.get(rows)) is not None:
+            assert measured.config is not None
+            return measured.config
         first, config_rows = self.parts[0], None if self.is_invariant else min(rows, ROWS_AT_ONCE)
         sizes = (first.words.shape[1], columns_of(first), first.layout)
         early = self.early and self.fused_form.starts_early(config_rows or 1)

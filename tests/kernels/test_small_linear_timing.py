@@ -7,14 +7,26 @@ import pytest
 import torch
 
 from graphdecode.kernels.linear.linear import linear
-from graphdecode.kernels.linear.small_linear import candidates
+from graphdecode.kernels.linear.small_linear import SmallLinearConfig, candidates, tiled_config
+from graphdecode.kernels.linear.weight_tiles import tiled
 from graphdecode.linear import small_linear_timing
 from graphdecode.linear.linear_choice import LinearChoice
-from graphdecode.linear.small_linear_timing import FUSED_FORMS, Contest, FusedForm, GraphClock, fastest_product
+from graphdecode.linear.small_linear_timing import (
+    FUSED_FORMS,
+    Contest,
+    FusedForm,
+    GraphClock,
+    TiledOperand,
+    fastest_product,
+    fastest_tiled,
+)
 
 
 def weight_of(out_features, in_features, dtype=torch.float32):
     return torch.randn(out_features, in_features, generator=torch.Generator().manual_seed(1)).to(dtype)
+
+
+_NO_CODE = SimpleNamespace(co_freevars=())  # of a bound method
 
 
 class StandInClock:
@@ -25,15 +37,20 @@ class StandInClock:
     def __init__(self, seconds, has_pdl=True):
         self._seconds = seconds
         self.has_pdl = has_pdl
+        self.before = {}
         self.timed = []
 
     def seconds(self, calls):
         for call in calls:
             call()
-        if len(self.timed) < 2:
-            self.timed.append(("nothing", "plain")[len(self.timed)])
-            return {"nothing": 1e-6, "plain": 11e-6}[self.timed[-1]]
-        config = calls[0].__closure__[[*calls[0].__code__.co_freevars].index("config")].cell_contents
+        names = [*getattr(calls[0], "__code__", _NO_CODE).co_freevars]
+        if "config" not in names:
+            self.timed.append("nothing")
+            return 1e-6
+        config = calls[0].__closure__[names.index("config")].cell_contents
+        if config is None:
+            self.timed.append("plain")
+            return 11e-6
         self.timed.append(config)
         return 1e-6 + self._seconds(config)
 
@@ -232,6 +249,67 @@ def test_a_capture_that_fails_is_ended(gpu):
     with pytest.raises(RuntimeError, match="not in a capture"):
         GraphClock(torch.device("cuda", 99)).seconds([fails])
     assert gpu.calls[-3:] == ["begin", "captured", "end"]
+
+
+SKINNY = SmallLinearConfig("skinny", 8, 128, 1, 4, 2, True, 8)
+
+
+def tiles_of(rows=64, columns=512):
+    codes = torch.randint(0, 256, (rows, columns), dtype=torch.uint8, generator=torch.Generator().manual_seed(2))
+    return TiledOperand(tiled(codes, "s8", torch.full((rows, 1), 0.01), 0), columns, torch.bfloat16)
+
+
+@pytest.fixture
+def has_skinny(monkeypatch):
+    """Let the CUDA C++ kernel be a candidate on a CPU, where the torch version stands for it."""
+    monkeypatch.setattr(small_linear_timing, "skinny_candidates", lambda _x, _weight, pdl: [SKINNY._replace(pdl=pdl)])
+
+
+@pytest.mark.parametrize("fast", ["dot", "skinny"])
+def test_the_faster_language_wins(has_skinny, fast):
+    first = tiled_config(1, 64, 512, tiles_of().tiles.layout, 132)
+    clock = StandInClock(lambda config: 4e-6 if config.kind == fast else 8e-6)
+    winner, times = fastest_tiled(tiles_of(), None, 1, clock, FusedForm(), first)
+    assert winner == (first if fast == "dot" else SKINNY)
+    assert set(times) == {str(first), str(SKINNY), str(SKINNY._replace(pdl=False))}
+    winner, _, timed = contest(lambda config: 4e-6 if config.kind == fast else 8e-6)
+    assert winner.kind == fast
+    assert {config.pdl for config in timed if config.kind == "skinny"} == {True, False}
+
+
+def test_a_wrong_result_of_the_other_language_is_dropped(has_skinny, monkeypatch):
+    real = small_linear_timing.tiled_linear
+
+    def faulty(out, x, tiles, bias, counters, config, **fused):
+        real(out, x, tiles, bias, counters, config, **fused)
+        if config.kind == "skinny":
+            out *= 2
+
+    monkeypatch.setattr(small_linear_timing, "tiled_linear", faulty)
+    first = tiled_config(1, 64, 512, tiles_of().tiles.layout, 132)
+    with pytest.warns(RuntimeWarning, match="skinny"):
+        winner, _ = fastest_tiled(tiles_of(), None, 1, StandInClock(lambda _: 1e-6), FusedForm(), first)
+    assert winner == first
+
+
+def test_a_product_is_timed_behind_the_one_that_feeds_it(monkeypatch):
+    shapes = []
+    real = small_linear_timing.small_linear
+
+    def noting(out, x, weight, *arguments, **fused):
+        shapes.append(tuple(weight.shape))
+        real(out, x, weight, *arguments, **fused)
+
+    monkeypatch.setattr(small_linear_timing, "small_linear", noting)
+    layer = {"qkv": (96, 64), "o": (64, 32), "gate_up": (128, 64), "down": (64, 64)}
+    clock = StandInClock(lambda _: 1e-6)
+    behind = {}
+    for name, shape in layer.items():
+        clock.timed.clear()
+        shapes.clear()
+        fastest_product(weight_of(*shape, torch.bfloat16), None, 1, clock, FUSED_FORMS[name])
+        behind[name] = set(shapes) - {shape}
+    assert behind == {"qkv": set(), "o": set(), "gate_up": {(64, 32)}, "down": {(128, 64)}}
 
 
 @pytest.mark.gpu

@@ -315,6 +315,7 @@ def _pretended(gpu: Gpu, product_us: Callable[[Launch], float]) -> Iterator[None
             held.enter_context(mock.patch.object(torch.cuda, name, replacement))
         held.enter_context(mock.patch.object(linear_choice, "fastest_product", fastest))
         held.enter_context(mock.patch.object(linear_choice, "GraphClock", nothing))
+        held.enter_context(mock.patch.object(linear_choice, "unavailable_reason", return_value="is not modelled"))
         held.enter_context(mock.patch.object(compute, "ChoiceCache", nothing))
         held.enter_context(mock.patch.object(RandomWeights, "read", untouched))
         held.callback(optional_triton.has_early_start.cache_clear)
