@@ -39,7 +39,7 @@ _PLAIN_MARGIN = 1.02  # by which a candidate must be faster than cuBLAS
 _TOLERANCE = {torch.float32: 2e-3, torch.float16: 1e-2, torch.bfloat16: 6e-2}
 
 
-class Before(NamedTuple):
+class PrecedingProduct(NamedTuple):
     """A product that was chosen, before the next one of its layer."""
 
     call: Callable[[], None]
@@ -61,7 +61,7 @@ class GraphClock:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.before: dict[int, Before] = {}
+        self.before: dict[int, PrecedingProduct] = {}
         self.units = torch.cuda.get_device_properties(device).multi_processor_count
         self.has_pdl = has_early_start(device)
         self._device = device
@@ -171,7 +171,7 @@ class Contest:
         rows: int,
         fused: FusedForm = FusedForm(),  # noqa: B008 (immutable)
         cold_bytes: int = _COLD_BYTES,
-        before: Before | None = None,
+        before: PrecedingProduct | None = None,
         first: SmallLinearConfig | None = None,
     ) -> None:
         copies = min(-(-cold_bytes // weight.nbytes), _COPIES)
@@ -242,10 +242,10 @@ class Contest:
         else:
             small_linear(out, self._x, weight, self._bias, counters, config, **fused)
 
-    def chosen(self, config: SmallLinearConfig | None) -> Before:
+    def chosen(self, config: SmallLinearConfig | None) -> PrecedingProduct:
         """Return the product as what comes before the next one in a layer."""
         call = partial(self._launch, self._outs[0], self._weights[0], config, self._counters(config))
-        return Before(call, self._residual.shape[1], self._fused.epilogue != "store")
+        return PrecedingProduct(call, self._residual.shape[1], self._fused.epilogue != "store")
 
     def _write_plain(self, out: Tensor, weight: Tensor) -> None:
         x, epilogue = self._x, self._fused.epilogue

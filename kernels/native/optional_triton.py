@@ -11,6 +11,8 @@ constants, then waits with `gdc_wait` for the previous kernel's writes, and then
 
 - Wait, then trigger. After the wait the previous kernel has ended; so when a kernel starts early, all but the previous
   kernel have ended, and their results may be read without a wait.
+  CUDA C++ products (`kernels/cuda/`) trigger first: behind them only what came before the last kernel that waited first
+  has ended. So they read constants alone before their wait, and attention, which reads pages, waits first.
 - Every path through a kernel waits, also early returns: a program that ends without waiting would let the next kernel
   start before the previous one has ended.
 """

@@ -21,7 +21,8 @@ from graphdecode.kernels.linear.skinny_linear import (
     step_of,
 )
 from graphdecode.kernels.linear.small_linear import SmallLinearConfig, skinny_candidates, small_linear
-from graphdecode.kernels.linear.weight_tiles import WeightTiles, empty_tiles, layout_of
+from graphdecode.kernels.linear.weight_tiles import WeightTiles
+from step_code.empty_tiles import empty_tiles
 
 needs_nvrtc = pytest.mark.skipif(unavailable_reason() is not None, reason=str(unavailable_reason()))
 BFLOAT16, FLOAT16 = torch.bfloat16, torch.float16
@@ -54,8 +55,7 @@ def operands(kind: str, product: str, rows: int) -> tuple[Tensor, Tensor, Tensor
     if kind == "plain":
         weight: Tensor | WeightTiles = torch.empty(height, width, dtype=BFLOAT16, device="meta")
     else:
-        code, group, seconds, dtype = TILES[kind]
-        weight = empty_tiles(layout_of(code, group, seconds), height, width, dtype, "meta")
+        weight = empty_tiles(TILES[kind], height, width)
     x = torch.empty(rows, width, dtype=BFLOAT16, device="meta")
     out = torch.empty(rows, height // 2 if epilogue == "silu" else height, dtype=BFLOAT16, device="meta")
     return out, x, weight, {"is_normed": is_normed, "epilogue": epilogue}

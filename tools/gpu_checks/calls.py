@@ -52,7 +52,7 @@ def call_b(scratch: Path) -> list[Part]:
 
 
 def call_c(scratch: Path) -> list[Part]:
-    """Call C: quantized products, attention and torch's, the tuner's profile; counters and sanitizers if allowed."""
+    """Call C: products in both languages, int8, attention, the tuner's profile; counters and sanitizers if allowed."""
     attention = [*_PYTHON, "tools/bench", "attention", "--peers", "sdpa", "--out", str(scratch / "attention")]
     points = "1:512,64:512,64:4096"
     profile = [*_CLI, "profile", "--model", "shape:qwen3-0.6b", "--contexts", "512", "--steps", "40"]
@@ -61,6 +61,7 @@ def call_c(scratch: Path) -> list[Part]:
     layer = [*_PYTHON, "-m", "gpu_checks.layer", "cuda"]
     sanitizer = ["env", "PYTORCH_NO_CUDA_MEMORY_CACHING=1", "compute-sanitizer", "--error-exitcode", "9", *layer]
     return [
+        _part("languages", "CUDA C++ beside Triton", 120, ["1,8", "bf16,int8,int4,Q4_K,fp8"], []),
         _part("steps", "step in int8", 120, ["llama-3.1-8b:int8", "1,64", "512"], ["llama-3.1-8b:int8", "1", "16"]),
         _part("attention", "attention in steps", 60, ["llama-3.1-8b", points], ["llama-3.2-1b", "1:16,2:32"]),
         Part("attention", attention, 90, [], is_optional=True),
