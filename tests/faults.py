@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import wraps
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 
 
-class Fault(NamedTuple):
+@dataclass(frozen=True)
+class Fault:
     """A function of a class or module, and how it goes wrong."""
 
     owner: Any
     name: str
     wrong: Callable[..., Any]  # called with the right function, then its arguments
     during: tuple[Any, str] | None = None  # another function: it goes wrong only while that one runs
+
+    def __post_init__(self) -> None:
+        """Raise an AttributeError where a function was renamed, in the ordinary run too."""
+        for owner, name in filter(None, ((self.owner, self.name), self.during)):
+            getattr(owner, name)
 
     def plant(self, patch: pytest.MonkeyPatch) -> None:
         """Replace the function until the patch is undone."""
