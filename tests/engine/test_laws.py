@@ -142,7 +142,9 @@ def test_law_2_joining_leaving_and_moving_rows_never_capture_again(make_llm: Mak
 
 def test_law_1_every_tensor_stays_where_it_was_allocated(make_llm: MakeLLM) -> None:
     llm = make_llm(max_batch_size=4)
-    before = {name: tensor.data_ptr() for name, tensor in llm.engine.runner.buffers.tensors.items()}
-    llm.generate([[97 + i] * 9 for i in range(9)], GREEDY)
+    tensors = llm.engine.runner.buffers.tensors  # kept, so that no other tensor gets their addresses
+    before = {name: tensor.data_ptr() for name, tensor in tensors.items()}
+    outputs = llm.generate([[97 + i] * 9 for i in range(9)], GREEDY)
+    assert "error" not in [output.outputs[0].finish_reason for output in outputs], "a moved slot ends each request"
     assert {name: tensor.data_ptr() for name, tensor in llm.engine.runner.buffers.tensors.items()} == before
     llm.engine.runner.buffers.verify_addresses()
