@@ -6,7 +6,6 @@ Without it `unavailable_reason` says why, and Triton's kernels serve. GRAPHDECOD
 
 import functools
 import hashlib
-import logging
 import os
 import sys
 from collections.abc import Mapping
@@ -21,7 +20,6 @@ try:
 except ImportError:
     nvrtc = None
 
-_LOG = logging.getLogger(__name__)
 FOLDER = Path(__file__).parent
 SWITCH = "GRAPHDECODE_NVRTC"
 _OPTIONS = ("--std=c++17",)
@@ -71,7 +69,7 @@ def compiled(source: str, defines: Defines, arch: str) -> bytes:
         with closing(PrivateFolder(cache_folder() / "cuda")) as folder:
             return _kept(folder, name) or _made(folder, name, sources, options)
     except OSError as error:
-        _say(f"CUDA C++ kernels are compiled at each start ({error}; {FOLDER_VARIABLE} names a better folder)")
+        say(f"CUDA C++ kernels are compiled at each start ({error}; {FOLDER_VARIABLE} names a better folder)")
         return compile_sources(sources, options)
 
 
@@ -95,7 +93,7 @@ def _made(folder: PrivateFolder, name: str, sources: dict[str, str], options: li
     with folder.locked(_WAIT_SECONDS):
         if code := _kept(folder, name):
             return code
-        _say(f"compiling CUDA C++ kernels by NVRTC, once; they are kept in {folder.path}")
+        say(f"compiling CUDA C++ kernels by NVRTC, once; they are kept in {folder.path}")
         code = compile_sources(sources, options)
         with folder.scratch() as scratch:
             (scratch / name).write_bytes(code)
@@ -104,7 +102,7 @@ def _made(folder: PrivateFolder, name: str, sources: dict[str, str], options: li
 
 
 @functools.cache
-def _say(line: str) -> None:
+def say(line: str) -> None:
     """Write a line to standard error, once."""
     print(f"graphdecode: {line}", file=sys.stderr, flush=True)
 

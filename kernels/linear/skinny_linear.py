@@ -198,7 +198,10 @@ def launch_skinny_linear(
     Raises:
         ValueError: it does not take these operands.
     """
-    if (reason := unsupported_reason(x, weight)) is not None:
+    reason = unsupported_reason(x, weight)
+    if gain is not None and gain.data_ptr() % 16:
+        reason = reason or "gains are not at a multiple of 16 bytes"
+    if reason is not None:
         raise ValueError(f"config.kind is 'skinny': {reason}")
     forms = {"is_normed": gain is not None, "epilogue": epilogue}
     defines = macros(out, x, weight, config, **forms)  # type: ignore[arg-type]

@@ -55,6 +55,7 @@ def test_without_nvrtc_there_is_a_reason(missing: str, monkeypatch: pytest.Monke
     def refuse() -> None:
         raise RuntimeError("Failed to dlopen libnvrtc")
 
+    monkeypatch.delenv(nvrtc.SWITCH, raising=False)
     if missing == "bindings":
         monkeypatch.setattr(nvrtc, "nvrtc", None)
     elif missing == "library":

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from graphdecode.kernels.cuda import nvrtc
 from graphdecode.kernels.cuda.nvrtc import compiled, unavailable_reason
 from graphdecode.kernels.linear import skinny_linear
+from graphdecode.kernels.linear import small_linear as small_linear_module
 from graphdecode.kernels.linear.skinny_linear import (
     SkinnyConfig,
     columns,
@@ -183,6 +186,17 @@ def test_on_a_cpu_the_configuration_changes_nothing() -> None:
             torch.empty(9, 16, dtype=BFLOAT16), x.repeat(3, 1), weight, None, None,
             SmallLinearConfig("skinny", 8, 128, 1, 4, 2, block_m=8),
         )  # fmt: skip
+
+
+def test_without_nvrtc_there_is_a_line_and_triton_serves(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for module in (small_linear_module, skinny_linear):
+        monkeypatch.setattr(module, "unavailable_reason", lambda: "no such library")
+    nvrtc.say.cache_clear()
+    on_gpu: Any = SimpleNamespace(is_cuda=True)
+    assert [skinny_candidates(on_gpu, torch.zeros(16, 128), True) for _ in range(2)] == [[], []]
+    assert capsys.readouterr().err.count("no such library") == 1
 
 
 @pytest.mark.gpu

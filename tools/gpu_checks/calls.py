@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from gpu_checks.part import Part
@@ -28,6 +29,13 @@ def _tests(name: str, scratch: Path, limit_s: float, tests: list[str], rehearsed
         return [*_PYTHON, "-m", "gpu_checks.isolated", "--limit", str(seconds - 15), "--out", out, *arguments]
 
     return Part(name, command(limit_s, *tests), limit_s, command(150, *rehearsed) if rehearsed else [])
+
+
+def _triton_alone(name: str) -> Part:
+    """Return the part that times steps without CUDA C++, for comparison with the others."""
+    part = _part("steps", f"step {name}, Triton alone", 60, [name, "1,8", "512"], [name, "1", "16"])
+    without = ["env", "GRAPHDECODE_NVRTC=0"]
+    return replace(part, command=[*without, *part.command], rehearsal=[*without, *part.rehearsal])
 
 
 def call_a(scratch: Path) -> list[Part]:
@@ -61,7 +69,8 @@ def call_c(scratch: Path) -> list[Part]:
     layer = [*_PYTHON, "-m", "gpu_checks.layer", "cuda"]
     sanitizer = ["env", "PYTORCH_NO_CUDA_MEMORY_CACHING=1", "compute-sanitizer", "--error-exitcode", "9", *layer]
     return [
-        _part("languages", "CUDA C++ beside Triton", 120, ["1,8", "bf16,int8,int4,Q4_K,fp8"], []),
+        _part("languages", "CUDA C++ beside Triton", 90, ["1,8", "bf16,int8,int4,Q4_K,fp8"], []),
+        *(_triton_alone(name) for name in ("llama-3.1-8b", "llama-3.1-8b:int8")),
         _part("steps", "step in int8", 120, ["llama-3.1-8b:int8", "1,64", "512"], ["llama-3.1-8b:int8", "1", "16"]),
         _part("attention", "attention in steps", 60, ["llama-3.1-8b", points], ["llama-3.2-1b", "1:16,2:32"]),
         Part("attention", attention, 90, [], is_optional=True),

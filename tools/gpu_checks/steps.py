@@ -1,10 +1,13 @@
 """Step times compared with the measured floor, a trace of one replay, and steps without single optimizations.
 
 python -m gpu_checks.steps DEVICE SHAPE[:QUANTIZE] BATCH_SIZES CONTEXTS   known figures are not measured again
+
+With GRAPHDECODE_NVRTC=0 the steps of Triton's kernels alone, under names of their own.
 """
 
 from __future__ import annotations
 
+import os
 import statistics
 import sys
 import time
@@ -22,6 +25,7 @@ from gpu_checks.models import runner_of, shape_of
 from gpu_checks.models import variant as variant_of
 from graphdecode.buckets import StepShape
 from graphdecode.engine.runner import LaunchPlan, Runner
+from graphdecode.kernels.cuda.nvrtc import SWITCH
 from graphdecode.linear.linear_choice import LinearChoice
 from graphdecode.profiling.environment import read_bandwidth
 from graphdecode.profiling.latency import STEPS_PER_STAGING, LatencyProfiler, rows_at, step_bytes
@@ -73,6 +77,8 @@ def measure(device: str, name: str, batch_sizes: Sequence[int], contexts: Sequen
     """Measure the steps of all points, then variants, then loops."""
     is_cuda = device == "cuda"
     plain, _, quantize = name.partition(":")
+    is_triton_alone = os.environ.get(SWITCH) == "0"
+    name += ", Triton alone" * is_triton_alone
     shape = shape_of(plain, is_small=not is_cuda)
     points = [(bucket, context) for bucket in batch_sizes for context in contexts]
     runner = runner_of(shape, batch_sizes, max(contexts), device, quantize or None)
@@ -94,7 +100,7 @@ def measure(device: str, name: str, batch_sizes: Sequence[int], contexts: Sequen
     if f"products {name}" not in figures:
         figures.add(f"products {name}", **{str(rows): runner.model.linear_choices(rows) for rows in batch_sizes})
     last = f"step {name}, batch {batch_sizes[-1]}, context {contexts[0]}, {[*VARIANTS][-1]}"
-    if not quantize and last not in figures:
+    if not (quantize or is_triton_alone) and last not in figures:
         for variant, change in VARIANTS.items():
             other = variant_of(runner, change)
             for bucket in batch_sizes:
@@ -103,7 +109,7 @@ def measure(device: str, name: str, batch_sizes: Sequence[int], contexts: Sequen
                     add(key, other, bucket, contexts[0], variant=variant)
             other.close()
     runner.close()
-    if not quantize and f"loops {name}" not in figures:
+    if not (quantize or is_triton_alone) and f"loops {name}" not in figures:
         _loops(device, name, shape, (batch_sizes[0], batch_sizes[-1]), contexts[0], figures)
 
 
