@@ -101,7 +101,7 @@ class Norm(Identity):
                 x.write(residual)
             return Unnormed(residual, self.weight, self.eps), residual
         elif x is not None:
-            x.norm(context.hidden, residual, self.weight, self.eps)
+            x.write_norm(context.hidden, residual, self.weight, self.eps)
         else:
             rms_norm(context.hidden, residual, self.weight, self.eps)
         return context.hidden, residual
@@ -134,7 +134,7 @@ class Embedded(NamedTuple):
         """Write it into the residual."""
         self.stem.embed(residual, self.tokens)
 
-    def norm(self, out: Tensor, residual: Tensor, weight: Tensor, eps: float) -> None:
+    def write_norm(self, out: Tensor, residual: Tensor, weight: Tensor, eps: float) -> None:
         """Write it into the residual, and its norm into `out`."""
         table, scale = self.stem.embedding, self.stem.scale
         embedding_norm(out, residual, self.tokens.ids, table, self.tokens.live, weight, scale, eps)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from graphdecode.distributed import Collectives
+from graphdecode.errors import ArgumentError, resembling
 from graphdecode.linear.composite import MergedLinear, RowParallelLinear
 from graphdecode.linear.experts import ExpertForm, ExpertNames, PlainExperts, StackLayout
 from graphdecode.linear.forms import load_experts, load_linear, quantized_form, tied_linear
@@ -144,11 +145,12 @@ class Weights:
         """
         fused = FUSED_FORMS.get(param_name.rpartition(".")[2], FusedForm())
         options = replace(self._options, in_floats=in_floats, fused=fused)
-        if param_name not in self._map and self._embedding is not None:
-            return self._embedding
         if param_name not in self._map and tied is not None:
+            if self._embedding is not None:
+                return self._embedding
             return tied_linear(tied, self._source, LinearNames(self._names("embedding")), options)
-        names = LinearNames(self._names(param_name), self._names(f"{param_name}.bias"))
+        bias = f"{param_name}.bias"
+        names = LinearNames(self._names(param_name), self._names(bias) if bias in self._map else ())
         split = self._map[param_name][0].split
         if self.collectives is not None and split is None:
             # each rank computes all of it, with the same bits: no measured choices, which may differ
@@ -186,4 +188,6 @@ class Weights:
         return forms
 
     def _names(self, param_name: str) -> tuple[str, ...]:
-        return tuple(part.name for part in self._map.get(param_name, ()))
+        if param_name not in self._map:
+            raise ArgumentError(f"the weight map has no {param_name!r}{resembling(param_name, self._map)}")
+        return tuple(part.name for part in self._map[param_name])

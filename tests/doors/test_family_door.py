@@ -4,23 +4,40 @@ import json
 import math
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from driven_decoder import DrivenDecoder
 from safetensors.torch import save_file
+from test_split import on_all_ranks
 from torch import Tensor
 
 from graphdecode import LLM, BucketConfig, SamplingParams
 from graphdecode.cache import LayerCache
-from graphdecode.models import Family, ModelConfig, UnsupportedModelError, register_family, resolve_model_path
-from graphdecode.models.blocks import Addend, Attention, GatedMlp, Layer, Norm, Output, Stem
+from graphdecode.distributed import Collectives
+from graphdecode.errors import ArgumentError
+from graphdecode.kernels.linear.small_linear import SmallLinearConfig
+from graphdecode.linear.forms import FORMS, register_form
+from graphdecode.linear.plain import Plain
+from graphdecode.linear.weight_form import FormOptions
+from graphdecode.models import (
+    Decoder,
+    Family,
+    ModelConfig,
+    UnsupportedModelError,
+    load_model,
+    register_family,
+    resolve_model_path,
+)
+from graphdecode.models.blocks import Addend, Attention, GatedMlp, Layer, Norm, Stem
 from graphdecode.models.config import common_fields
+from graphdecode.models.families.llama import head_run
 from graphdecode.models.family import FAMILIES, outer_weights
 from graphdecode.models.forward_context import ForwardContext, Tokens
-from graphdecode.models.weight_map import Part, WeightMap, product
+from graphdecode.models.weight_map import Part, Run, WeightMap, product
 from graphdecode.models.weights import Weights
 
 NEAR_TIE = 1e-3
@@ -46,10 +63,11 @@ class ToyConfig(ModelConfig):
 
 @dataclass(frozen=True)
 class ToyStem(Stem):
-    multiplier: float = 1.0
+    inner: Stem = field(kw_only=True)  # the usual one: plain, quantized, or a rank's part
+    multiplier: float = field(kw_only=True)
 
     def run(self, tokens: Tokens) -> Tensor:
-        return super().run(tokens).mul_(self.multiplier)
+        return self.inner.run(tokens).mul_(self.multiplier)
 
 
 @dataclass(frozen=True)
@@ -63,12 +81,9 @@ class ToyLayer(Layer):
     def __call__(
         self, x: Addend, residual: Tensor, context: ForwardContext, cache: LayerCache
     ) -> tuple[Addend, Tensor]:
-        hidden, residual = self.norm(x, residual, context)
-        of_mlp = self.mlp.product(hidden, context).clone()
-        x, residual = self.attention(hidden, residual, context, cache)
-        assert isinstance(x, Output)
-        x.tensor.add_(of_mlp)
-        return x, residual
+        hidden, residual = self.norm(x, residual, context)  # without `into`: a tensor, which both blocks read
+        residual.add_(self.mlp.product(hidden, context))
+        return self.attention(hidden, residual, context, cache)
 
 
 class Toy(Family):
@@ -81,12 +96,12 @@ class Toy(Family):
 
     def weights(self, config: ModelConfig) -> WeightMap:
         hidden, ff = config.hidden_size, config.intermediate_size
-        q, kv = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
+        q, kv = config.num_attention_heads * config.head_dim, head_run(config)
         positions = outer_weights(config)
         for i in range(config.num_hidden_layers):
             positions |= {
                 f"{i}.norm": (Part(f"blocks.{i}.norm", (hidden,)),),
-                **product(f"{i}.qkv", {f"blocks.{i}.qkv": q + 2 * kv}, hidden, split=0),
+                **product(f"{i}.qkv", {f"blocks.{i}.qkv": (Run(q), kv, kv)}, hidden, split=0),
                 **product(f"{i}.o", {f"blocks.{i}.out": hidden}, q, split=1),
                 **product(f"{i}.gate_up", {f"blocks.{i}.gate": ff, f"blocks.{i}.up": ff}, hidden, split=0),
                 **product(f"{i}.down", {f"blocks.{i}.down": hidden}, ff, split=1),
@@ -95,7 +110,8 @@ class Toy(Family):
 
     def stem(self, config: ModelConfig, weights: Weights) -> Stem:
         assert isinstance(config, ToyConfig)
-        return ToyStem(weights.tensor("embedding"), multiplier=config.multiplier)
+        inner = super().stem(config, weights)
+        return ToyStem(inner.embedding, inner=inner, multiplier=config.multiplier)
 
     def layer(self, config: ModelConfig, weights: Weights, index: int) -> Layer:
         angles = weights.cos_sin(config.rope, config.head_dim)
@@ -107,10 +123,23 @@ class Toy(Family):
         )
 
 
+@dataclass(frozen=True)
+class Fusing(Plain):
+    """A GPU's products: norm, gate and residual sum are in their launch."""
+
+    path = quantize = "fusing"
+
+    @classmethod
+    def of(cls, weight: Tensor, bias: Tensor | None, options: FormOptions) -> Plain:
+        return cls(weight.shape, bias, weight, config=SmallLinearConfig("dot", 32, 32, 1, 4, 1))
+
+
 @pytest.fixture
 def registered() -> Iterator[None]:
     register_family(Toy())
+    register_form(Fusing)
     yield
+    FORMS.remove(Fusing)
     del FAMILIES[Toy.architecture]
 
 
@@ -158,11 +187,14 @@ def expected_logits(tensors: dict[str, Tensor], ids: list[int]) -> Tensor:
 
 
 @pytest.mark.usefixtures("registered")
-def test_a_family_from_outside_is_decoded_through_captured_graphs(checkpoint: tuple[Path, dict[str, Tensor]]) -> None:
+@pytest.mark.parametrize("quantize", [None, "fusing"])
+def test_a_family_from_outside_is_decoded_through_captured_graphs(
+    checkpoint: tuple[Path, dict[str, Tensor]], quantize: str | None
+) -> None:
     folder, tensors = checkpoint
     config = BucketConfig(max_batch_size=3, max_sequence_length=128, page_size=8)
     params = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
-    with LLM(folder, config=config, dtype="float32") as llm:
+    with LLM(folder, config=config, dtype="float32", quantize=quantize) as llm:
         outputs = llm.generate(PROMPTS, params)
     answers = [output.outputs[0].token_ids for output in outputs]
     assert len({tuple(answer) for answer in answers}) == 3
@@ -170,6 +202,38 @@ def test_a_family_from_outside_is_decoded_through_captured_graphs(checkpoint: tu
         logits = expected_logits(tensors, prompt + list(answer))[len(prompt) - 1 : -1]
         margin = logits.amax(-1) - logits.gather(1, torch.tensor(answer)[:, None])[:, 0]
         assert margin.max() < NEAR_TIE, f"token {int(margin.argmax())} is {margin.max():.4f} below the best"
+
+
+@pytest.mark.usefixtures("registered")
+def test_ranks_share_a_family_from_outside(checkpoint: tuple[Path, dict[str, Tensor]]) -> None:
+    folder, tensors = checkpoint
+    texts = PROMPTS[:2]
+
+    def logits(shared: Collectives) -> Tensor:
+        with torch.no_grad():
+            model = load_model(folder, device="cpu", dtype="float32", shared=shared)
+            assert isinstance(model, Decoder)
+            driven = DrivenDecoder(model, rows=2)
+            driven.prefill([text[:-1] for text in texts], [0, 0])
+            return driven.decode([text[-1] for text in texts], [len(text) - 1 for text in texts])
+
+    expected = torch.stack([expected_logits(tensors, text)[-1] for text in texts]).float()
+    for of_rank in on_all_ranks(2, logits):
+        torch.testing.assert_close(of_rank, expected, rtol=1e-4, atol=1e-4)
+
+
+class Misspelt(Toy):
+    def layer(self, config: ModelConfig, weights: Weights, index: int) -> Layer:
+        weights.linear(f"{index}.gateup")
+        raise AssertionError("it has no such product")
+
+
+def test_a_name_that_the_weight_map_lacks_is_refused_with_one_that_it_has(
+    checkpoint: tuple[Path, dict[str, Tensor]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(FAMILIES, Misspelt.architecture, Misspelt())
+    with pytest.raises(ArgumentError, match=r"0\.gateup.*0\.gate_up"):
+        load_model(checkpoint[0], device="cpu")
 
 
 def test_without_its_line_in_the_registry_it_is_refused(checkpoint: tuple[Path, dict[str, Tensor]]) -> None:
