@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..cache.kv_format import PageScales, format_of
 from ..cache.rope_append import heads_scale, rope_append
+from ..cuda import decode_attention as by_clusters
 from ..native.optional_triton import early_start_options, prefetch, tl, triton, wait_and_trigger
 from ..native.registration import AnyElement, Int32, Wide, Written, operator
 from .attention_records import (
@@ -250,13 +251,20 @@ def step_tile(group: int, head_dim: int, q: torch.dtype, cache: torch.dtype) -> 
 def append_attention_triton(
     out, k_cache, v_cache, qkv, page_table, work, rope, max_items, options, k_scale=1.0, v_scale=1.0, scales=None
 ) -> None:
-    """Launch the kernel; see `append_attention`.
+    """Launch the kernel, or that of CUDA C++ where it is chosen; see `append_attention`.
 
     Raises:
         ValueError: the cache is int8: `rope_append` mixes its keys, and `decode_attention` reads them.
     """
     if format_of(k_cache.dtype).is_mixed:
         raise ValueError("keys of an int8 cache are appended by rope_append, not in the launch that attends to them")
+    if by_clusters.is_chosen(out.device) and by_clusters.serves(
+        out, k_cache, v_cache, qkv, rope, by_clusters.limits_of(out.device)
+    ):
+        by_clusters.launch_decode_attention(
+            out, k_cache, v_cache, qkv, page_table, work.kv_lens, rope, options, k_scale, v_scale
+        )  # fmt: skip
+        return
     rows, query_heads, head_dim = out.shape
     heads = Heads(1, query_heads // k_cache.shape[2], k_cache.shape[2])
     tile = step_tile(heads.group, head_dim, out.dtype, k_cache.dtype)

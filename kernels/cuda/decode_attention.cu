@@ -1,18 +1,25 @@
-// Attention of one decode step, with norm, rotation and append of the new token before it: a cluster for each row and kv
-// head. It has not run on a GPU yet; see `append_attention.py` for the formulas and the tensors.
+// Attention of one decode step, with norm, rotation and append of the new token before it: a cluster for each row and
+// kv head. It has not run on a GPU yet; see `append_attention.py` for the formulas and the tensors.
 //
-// The newest keys of a row belong to rank 0 of the cluster, the others to the next ranks. One warp of a block copies old
-// keys and values, from the newest to the oldest, into a ring of tiles; it begins before the wait, for what the previous
-// kernel writes is the product of queries, keys and values alone. Four warps norm and rotate the queries, take 16 keys
-// of each tile, and merge their results through shared memory; the cluster merges those of its blocks through
+// The newest keys of a row belong to rank 0 of the cluster, the others to the next ranks. One warp of a block copies
+// old keys and values, from the newest to the oldest, into a ring of tiles; it begins before the wait, for what the
+// previous kernel writes is the product of queries, keys and values alone. Four warps norm and rotate the queries, take
+// 16 keys of each tile, and merge their results through shared memory; the cluster merges those of its blocks through
 // distributed shared memory. Lengths, page tables and older keys are read before the wait: between the kernels that
 // write them and this one there must be one that waits before it allows the next, as this one does.
 //
 // A block reads span * (2 * ROW_BYTES) bytes of the cache, and (GROUP + 2) heads of the product.
 #include "decode_attention.cuh"
 
-// Macros: HEAD_DIM, GROUP query heads of each of KV_HEADS, PAGE_SIZE, HALF (pairs of channels that are rotated), IS_BF16,
-// IS_WIDE (the product is fp32), IS_E4M3 (the cache has 8 bits), HAS_NORM, HAS_SINKS, IS_CHUNKED, STAGES of the ring.
+// What a launch is compiled for.
+constexpr u32 HEAD_DIM = SET_HEAD_DIM, GROUP = SET_GROUP, KV_HEADS = SET_KV_HEADS;  // GROUP query heads of each kv head
+constexpr int PAGE_SIZE = SET_PAGE_SIZE;
+constexpr u32 HALF = SET_HALF;  // pairs of channels that are rotated
+constexpr int STAGES = SET_STAGES;
+constexpr bool IS_BFLOAT = SET_IS_BFLOAT, IS_WIDE = SET_IS_WIDE;  // else fp16; the product is fp32
+constexpr bool IS_E4M3 = SET_IS_E4M3;                             // the cache has 8 bits
+constexpr bool HAS_NORM = SET_HAS_NORM, HAS_SINKS = SET_HAS_SINKS, IS_CHUNKED = SET_IS_CHUNKED;
+
 using S = Shape<HEAD_DIM, GROUP, IS_E4M3 ? 1 : 2>;
 constexpr u32 THREADS = 32 * (CONSUMERS + 1);
 constexpr u32 STAGE_BYTES = 2 * TILE * S::STAGE_ROW;                       // keys, then values
@@ -36,7 +43,7 @@ struct Layout {
     partials = (float *)((u8 *)queries + QUERIES * S::WIDE_ROW);
   }
 };
-constexpr u32 SHARED_BYTES =
+constexpr u32 SHARED_BYTES =  // as `decode_attention.py` computes it
     128 + STAGES * STAGE_BYTES + WIDE_BYTES + QUERIES * S::WIDE_ROW + (CONSUMERS + 1) * 4 * PARTIAL_FLOATS;
 
 struct Arguments {
@@ -84,7 +91,8 @@ DEVICE void clear(u8 *row) {
 }
 
 // One warp: copies the old keys and values of each tile into the ring. What no key takes is 0.
-DEVICE void copy_tiles(const Arguments &a, const Layout &shared, const Span &span, const int *pages, u32 kv_head, int newest) {
+DEVICE void copy_tiles(const Arguments &a, const Layout &shared, const Span &span, const int *pages, u32 kv_head,
+                       int newest) {
   u32 lane = thread_index() % 32;
   for (int tile = 0; tile < span.tiles; tile++) {
     u32 stage = tile % STAGES;
@@ -122,7 +130,7 @@ DEVICE void append(u8 *cache, u8 *row, u32 channel, float value, float unit) {
     store(cache + channel, code);
     shared_store(row + channel, code);
   } else {
-    u16 code = from_float<IS_BF16>(value);
+    u16 code = from_float<IS_BFLOAT>(value);
     store((u16 *)cache + channel, code);
     shared_store((u16 *)row + channel, code);
   }
@@ -139,8 +147,8 @@ DEVICE void norm_and_rotate(const Arguments &a, u64 source, const Rotation *rota
     own[i] = partner[i] = 0.0f;
     u32 channel = lane + 32 * i;
     if (channel < HEAD_DIM) {
-      own[i] = value_at<IS_BF16, IS_WIDE>(a.qkv, source + channel);
-      partner[i] = value_at<IS_BF16, IS_WIDE>(a.qkv, source + rotations[i].partner);
+      own[i] = value_at<IS_BFLOAT, IS_WIDE>(a.qkv, source + channel);
+      partner[i] = value_at<IS_BFLOAT, IS_WIDE>(a.qkv, source + rotations[i].partner);
     }
     squares += own[i] * own[i];
   }
@@ -165,7 +173,8 @@ DEVICE void rotations_of(Rotation *rotations, const Arguments &a, u32 position, 
 }
 
 // The consumers' part of what follows the wait: queries into shared memory, and in rank 0 the new key and value.
-DEVICE void take_new_token(const Arguments &a, const Layout &shared, const int *pages, u32 row, u32 kv_head, int newest) {
+DEVICE void take_new_token(const Arguments &a, const Layout &shared, const int *pages, u32 row, u32 kv_head,
+                           int newest) {
   constexpr u32 COUNT = (HEAD_DIM + 31) / 32;
   u32 warp = thread_index() / 32, lane = thread_index() % 32;
   bool appends = cluster_rank() == 0 && warp == CONSUMERS - 1;
@@ -180,7 +189,7 @@ DEVICE void take_new_token(const Arguments &a, const Layout &shared, const int *
     u16 *query = shared.queries + head * (S::WIDE_ROW / 2);
     if (head < GROUP) {
       norm_and_rotate(a, source + (u64)(kv_head * GROUP + head) * HEAD_DIM, for_queries, [&](u32 channel, float value) {
-        shared_store(query + channel, query_of<IS_BF16, IS_E4M3>(value));
+        shared_store(query + channel, query_of<IS_BFLOAT, IS_E4M3>(value));
       });
     } else {
       for (u32 channel = lane; channel < HEAD_DIM; channel += 32) shared_store(query + channel, (u16)0);
@@ -189,9 +198,10 @@ DEVICE void take_new_token(const Arguments &a, const Layout &shared, const int *
   if (appends) {
     u8 *key = shared.stages + (TILE - 1) * S::STAGE_ROW, *value = key + TILE * S::STAGE_ROW;
     u64 at = source + (u64)(KV_HEADS * GROUP + kv_head) * HEAD_DIM;
-    norm_and_rotate(a, at, for_key, [&](u32 channel, float x) { append(a.k_cache + entry, key, channel, x, a.k_unit); });
+    u8 *page = a.k_cache + entry;
+    norm_and_rotate(a, at, for_key, [&](u32 channel, float x) { append(page, key, channel, x, a.k_unit); });
     for (u32 channel = lane; channel < HEAD_DIM; channel += 32) {
-      float x = value_at<IS_BF16, IS_WIDE>(a.qkv, at + KV_HEADS * HEAD_DIM + channel);
+      float x = value_at<IS_BFLOAT, IS_WIDE>(a.qkv, at + KV_HEADS * HEAD_DIM + channel);
       append(a.v_cache + entry, value, channel, x, a.v_unit);
     }
     fence_async();  // a later tile is copied over them
@@ -212,7 +222,8 @@ DEVICE void decode(u8 *wide, const u8 *rows) {
 }
 
 // A warp's part of a tile: its 16 keys.
-DEVICE void attend_tile(Partial<S> &partial, const Queries<S> &queries, const Layout &shared, u32 stage, const Logits &logits) {
+DEVICE void attend_tile(Partial<S> &partial, const Queries<S> &queries, const Layout &shared, u32 stage,
+                        const Logits &logits) {
   u32 warp = thread_index() / 32;
   const u8 *keys = shared.stages + stage * STAGE_BYTES + warp * KEYS * S::STAGE_ROW;
   const u8 *values = keys + TILE * S::STAGE_ROW;
@@ -223,7 +234,7 @@ DEVICE void attend_tile(Partial<S> &partial, const Queries<S> &queries, const La
     warp_sync();
     attend<S, false>(partial, queries, wide, wide + KEYS * S::WIDE_ROW, logits);
   } else {
-    attend<S, IS_BF16>(partial, queries, keys, values, logits);
+    attend<S, IS_BFLOAT>(partial, queries, keys, values, logits);
   }
 }
 
@@ -274,7 +285,7 @@ DEVICE void merge_blocks(const Arguments &a, const Layout &shared, u32 row, u32 
       top = new_top;
     }
     float result = sum / (total == 0.0f ? 1.0f : total) * a.v_unit;
-    store(a.out + ((u64)row * KV_HEADS + kv_head) * all + i, from_float<IS_BF16>(result));
+    store(a.out + ((u64)row * KV_HEADS + kv_head) * all + i, from_float<IS_BFLOAT>(result));
   }
 }
 
@@ -290,7 +301,7 @@ DEVICE void attend_row(const Arguments &a, u32 row, u32 kv_head, int kv_len) {
   const int *pages = a.page_table + (u64)row * a.table_stride;
   u32 warp = thread_index() / 32, lane = thread_index() % 32;
   if (thread_index() == 0) {
-    for (u32 i = 0; i < STAGES; i++) {
+    for (int i = 0; i < STAGES; i++) {
       mbarrier_init(shared.full + i, 32);
       mbarrier_init(shared.empty + i, CONSUMERS);
     }

@@ -1,7 +1,6 @@
 // Parts of decode attention: norm and rotation of heads, a tile's scores and weighted values on tensor cores, and the
 // merge of partial results.
 #pragma once
-#include "memory.cuh"
 #include "attention_numbers.cuh"
 
 constexpr u32 CONSUMERS = 4;        // warps that attend, each to its own keys of a tile
@@ -57,7 +56,7 @@ DEVICE float value_at(const void *source, u64 at) {
   return to_float<BFLOAT>(load((const u16 *)source + at));
 }
 
-// A query's channel in the type that products take: fp16 for keys of 8 bits, where what is too large is its largest value.
+// A query's channel in the type that products take: fp16 for keys of 8 bits, where 65504 stands for what is larger.
 template <bool BFLOAT, bool NARROW>
 DEVICE u16 query_of(float value) {
   u16 bits = from_float<BFLOAT>(value);
@@ -66,8 +65,8 @@ DEVICE u16 query_of(float value) {
   return from_float<false>(wide > 65504.0f ? 65504.0f : wide < -65504.0f ? -65504.0f : wide);
 }
 
-// The partial result of a warp or a block over some keys: sums of weighted values [QUERIES, CHANNELS] as a product leaves
-// them, and for the two rows of a lane the largest logit and the sum of weights beside it; base 2.
+// The partial result of a warp over some keys: sums of weighted values [QUERIES, CHANNELS] as a product leaves them,
+// and for the two rows of a lane the largest logit and the sum of weights beside it; base 2.
 template <class S>
 struct Partial {
   float sums[S::BLOCKS][4];
@@ -109,7 +108,8 @@ DEVICE float capped(float logit, float cap) { return cap > 0.0f ? cap * tanh_of(
 
 // Adds 16 keys and values, rows of 16-bit numbers of WIDE_ROW bytes, to a partial result.
 template <class S, bool BFLOAT>
-DEVICE void attend(Partial<S> &partial, const Queries<S> &queries, const u8 *keys, const u8 *values, const Logits &logits) {
+DEVICE void attend(Partial<S> &partial, const Queries<S> &queries, const u8 *keys, const u8 *values,
+                   const Logits &logits) {
   u32 lane = thread_index() % 32;
   float scores[2][4] = {};
   const u8 *row = keys + (lane % 8 + lane / 16 * 8) * S::WIDE_ROW + lane / 8 % 2 * 16;
@@ -174,7 +174,7 @@ DEVICE void put(Partial<S> &partial, float *sums, float *tops) {
 #pragma unroll
       for (u32 i = 0; i < S::BLOCKS; i++)
         shared_store((Words<2> *)(sums + head * S::CHANNELS + 8 * i + lane % 4 * 2),
-                     {bits_of_float(partial.sums[i][2 * r]), bits_of_float(partial.sums[i][2 * r + 1])});
+                     {bits_of(partial.sums[i][2 * r]), bits_of(partial.sums[i][2 * r + 1])});
       if (lane % 4 == 0) {
         shared_store(tops + 2 * head, partial.top[r]);
         shared_store(tops + 2 * head + 1, total);

@@ -198,8 +198,8 @@ DEVICE u32 cluster_size() {
   asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(size));
   return size;
 }
-DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
-DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.release;" ::: "memory"); }
+DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
 
 template <typename T>
 DEVICE T cluster_load(const T *at, u32 rank) {

@@ -10,18 +10,20 @@ KERNEL(32, 1) write_product(u32 *to, const u32 *from, u32 words, const u16 *out,
   for (u32 i = thread_index(); i < words; i += 32) store(to + i, load_constant(from + i));
 }
 
-// Tensors: those of the kernel, the product, lengths of a second step. Numbers: rows, words of the product, steps, whether
-// the second step's product waits first, and the kernel's. The floats are the kernel's.
+// Tensors and floats: the kernel's, then the product, and lengths of a second step. Numbers: blocks, rows, threads,
+// blocks of a cluster, shared memory, words of the product, steps, whether the second step's product waits first, and
+// the kernel's.
 extern "C" void run_attention(const char *, void **t, const int64_t *n, const float *f) {
-  u32 rows = n[0], words = n[1], values = rows * KV_HEADS * GROUP * HEAD_DIM;
-  for (u32 step = 0; step < n[2]; step++) {
-    bool waits_first = step && n[3];
+  u32 blocks = n[0], rows = n[1], words = n[5], values = rows * KV_HEADS * GROUP * HEAD_DIM;
+  if (n[2] != THREADS || n[4] != SHARED_BYTES) fibers::machine.shadow.fault("launch: other sizes than the source has");
+  for (u32 step = 0; step < n[6]; step++) {
+    bool waits_first = step && n[7];
     launch({1}, 32, 1, 0, true,
            [=] { write_product((u32 *)t[3], (u32 *)t[10], words, (u16 *)t[0], values, waits_first); });
     auto attention = [=] {
       decode_attention((u16 *)t[0], (u8 *)t[1], (u8 *)t[2], t[3], (int *)t[4], (int *)t[step ? 11 : 5], (float *)t[6],
-                       (float *)t[7], (float *)t[8], (float *)t[9], n[4], n[5], n[6], f[0], f[1], f[2], f[3], f[4]);
+                       (float *)t[7], (float *)t[8], (float *)t[9], n[8], n[9], n[10], f[0], f[1], f[2], f[3], f[4]);
     };
-    launch({KV_HEADS * CLUSTER, rows}, THREADS, CLUSTER, SHARED_BYTES, true, attention, IS_E4M3 ? 1 : 2);
+    launch({blocks, rows}, THREADS, n[3], n[4], true, attention, IS_E4M3 ? 1 : 2);
   }
 }

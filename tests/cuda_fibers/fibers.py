@@ -90,7 +90,7 @@ def _compile(target: Path, arguments: Sequence[str]) -> None:
 def run(
     library: ctypes.CDLL,
     driver: str,
-    memory: Mapping[str, Memory | Tensor],
+    memory: Mapping[str, Memory | Tensor | None],
     numbers: Sequence[int] = (),
     floats: Sequence[float] = (),
     *,
@@ -99,16 +99,21 @@ def run(
     left_out: CallSite | None = None,
 ) -> Outcome:
     """Run one schedule of a driver's kernels, in which a call may be left out."""
-    given = {name: each if isinstance(each, Memory) else Memory(each) for name, each in memory.items()}
+    given = {name: Memory(each) if isinstance(each, Tensor) else each for name, each in memory.items()}
     library.fibers_reset(ctypes.c_uint64(seed))
-    for name, (tensor, is_written, is_constant) in given.items():
+    for name, each in given.items():
+        if each is None:
+            continue
+        tensor, is_written, is_constant = each
         library.fibers_tensor(
             name.encode(), ctypes.c_void_p(tensor.data_ptr()), ctypes.c_size_t(tensor.nbytes), tensor.itemsize,
             is_constant, is_written,
         )  # fmt: skip
     if left_out is not None:
         library.fibers_skip(left_out.order.value, left_out.place.encode())
-    pointers = (ctypes.c_void_p * max(len(given), 1))(*(each.tensor.data_ptr() for each in given.values()))
+    pointers = (ctypes.c_void_p * max(len(given), 1))(
+        *(each.tensor.data_ptr() if each else None for each in given.values())
+    )
     integers = (ctypes.c_int64 * max(len(numbers), 1))(*numbers)  # these three are read until the end
     reals = (ctypes.c_float * max(len(floats), 1))(*floats)
     getattr(library, driver)(case.encode(), pointers, integers, reals)

@@ -214,8 +214,10 @@ class Shadow {
     };
 
     void _race(const char *before, Epoch epoch, u16 before_site, const char *now, const At &at) {
-        auto who = [](Epoch e) { return "kernel " + std::to_string(e.kernel) + " block " + std::to_string(e.block) + " agent " +
-                                       std::to_string(e.agent); };
+        auto who = [](Epoch e) {
+            return "kernel " + std::to_string(e.kernel) + " block " + std::to_string(e.block) + " agent " +
+                   std::to_string(e.agent);
+        };
         fault("race: " + at.region.name + " " + before + " at " + text(_sites[before_site]) + ", " + now + " at " +
               text(_sites[at.site]) + " without order (byte " + std::to_string(at.cell << at.region.shift) + ": " +
               who(epoch) + ", " + who(at.agent.own) + ")");
@@ -237,7 +239,8 @@ class Shadow {
         }
         bool is_copy = access == Access::COPY_WRITE;
         if (is_copy && cell.write.flags & GENERIC && cell.write.kernel == kernel &&
-            !agent.fenced->covers(cell.write, kernel) && agent.fences->of(cell.write.block, cell.write.agent) <= cell.write.clock)
+            !agent.fenced->covers(cell.write, kernel) &&
+            agent.fences->of(cell.write.block, cell.write.agent) <= cell.write.clock)
             _race("written", cell.write, cell.write_site, "copied over without fence_async", at);
         _check_readers(cell, at);
         if (!is_atomic && cell.write.flags & ATOMIC) _check_atomics(cell, at);

@@ -23,10 +23,11 @@ from graphdecode.buckets import StepShape
 from graphdecode.engine.runner import LaunchPlan, Runner
 from graphdecode.kernels.attention import append_attention, attention_plan
 from graphdecode.kernels.attention.attention_plan import PlanMeta
+from graphdecode.kernels.cuda import decode_attention as by_clusters
 from graphdecode.profiling.latency import STEPS_PER_STAGING, back_to_back_ms, rows_at
 
 ROUNDS = 4
-# lower case and BLOCK_N: of the tile; the others: constants of the plan
+# lower case and BLOCK_N: of the tile, or the kernel; the others: constants of the plan
 VARIANTS: dict[str, dict[str, int]] = {
     "as it is": {},
     "2 stages": {"num_stages": 2},
@@ -42,6 +43,7 @@ VARIANTS: dict[str, dict[str, int]] = {
     "3 more waves": {"WAVES_WHEN_FULL": 3},
     "7 more waves": {"WAVES_WHEN_FULL": 7},
     "without early start": {"pdl": 0},
+    "by clusters, in CUDA C++": {"clusters": 1},
 }
 
 
@@ -50,7 +52,7 @@ def varied(changed: dict[str, int]) -> Iterator[None]:
     """Let steps that are captured inside have another tile or plan."""
     tile = append_attention.step_tile
     of_tile = {name: value for name, value in changed.items() if name.islower() or name == "BLOCK_N"}
-    is_early = of_tile.pop("pdl", 1)
+    is_early, has_clusters = of_tile.pop("pdl", 1), of_tile.pop("clusters", 0)
     constants = {name: value for name, value in changed.items() if hasattr(attention_plan, name)}
     fields = {"WAVES_WHEN_FULL": "WAVES", "MOST_SPLITS": "MOST_SPLITS"}
     defaults = PlanMeta._field_defaults | {fields[name]: value for name, value in constants.items()}
@@ -60,6 +62,8 @@ def varied(changed: dict[str, int]) -> Iterator[None]:
             stack.enter_context(mock.patch.object(where, name, value))
 
         patch(append_attention, "step_tile", lambda *given: tile(*given) | of_tile)
+        if has_clusters:
+            patch(by_clusters, "is_chosen", by_clusters.has_clusters)
         if not is_early:
             patch(append_attention, "early_start_options", lambda device: {"PDL": False})
         for name, value in constants.items():

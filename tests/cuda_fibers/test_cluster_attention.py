@@ -1,14 +1,18 @@
 """Attention of one step in CUDA C++, run by fibers: against float64, and with each call that orders left out."""
 
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from fibers import CallSite, Memory, Order, Outcome, build, needs_compiler, run
-from test_append_attention import EPS, Problem
+from test_append_attention import Problem
 from torch import Tensor
 
-from graphdecode.kernels.attention.attention_tile import LOG2_E
+from graphdecode.kernels.attention.attention_records import AttentionOptions, QKNormRope
+from graphdecode.kernels.cuda import decode_attention as by_clusters
+from graphdecode.kernels.cuda.decode_attention import launch_decode_attention
 
 pytestmark = needs_compiler
 
@@ -34,33 +38,56 @@ THREE_TILES = [case | {"lens": (2 * 160,), "padding": 1} for case in (COMMON, CH
 
 
 class OnFibers:
-    """A version of `append_attention` that fibers run; it keeps the outcome of its schedule."""
+    """A version of `append_attention` whose launch fibers run; it keeps the outcome of its schedule.
+
+    Args:
+        case: of which it takes the size of clusters.
+        seed: of the order of threads.
+        left_out: a call that does nothing.
+        of_steps: `waits_first` for a second step, with one key more.
+    """
 
     def __init__(self, case: dict[str, Any], seed: int, left_out: CallSite | None = None, **of_steps: bool) -> None:
         self.cluster, self.seed, self.left_out, self.of_steps = case["cluster"], seed, left_out, of_steps
-        self.outcome, self.out = Outcome([], []), torch.empty(0)
+        self.outcome, self.out, self.qkv = Outcome([], []), torch.empty(0), torch.empty(0)
 
     def __call__(self, out: Tensor, k_cache: Tensor, v_cache: Tensor, qkv: Tensor, table: Tensor, *others: Any) -> None:
-        kv_lens, _, _, _, _, cos_sin, q_norm, k_norm, _, _, scale, window, cap, sinks, is_chunked, *units = others
-        k_unit, v_unit, *_ = units
-        _, page_size, kv_heads, head_dim = k_cache.shape
-        macros = {
-            "HEAD_DIM": head_dim, "GROUP": out.shape[1] // kv_heads, "KV_HEADS": kv_heads, "PAGE_SIZE": page_size,
-            "HALF": cos_sin.shape[-1], "IS_BF16": out.dtype == torch.bfloat16, "IS_WIDE": qkv.dtype == torch.float32,
-            "IS_E4M3": k_cache.itemsize == 1, "HAS_NORM": q_norm is not None, "HAS_SINKS": sinks is not None,
-            "IS_CHUNKED": is_chunked, "STAGES": 2, "CLUSTER": self.cluster,
-        }  # fmt: skip
-        constants = [torch.zeros(1) if t is None or not t.numel() else t for t in (cos_sin, q_norm, k_norm, sinks)]
-        unwritten = Memory(torch.full_like(qkv, torch.nan), is_written=False)
-        memory = {"out": out, "keys": k_cache, "values": v_cache, "qkv": unwritten, "table": table, "lens": kv_lens}
-        memory |= dict(zip(("cos_sin", "q_norm", "k_norm", "sinks"), constants, strict=True))
-        memory |= {"product": Memory(qkv, is_constant=True), "next_lens": torch.where(kv_lens > 0, kv_lens + 1, 0)}
-        numbers = [len(out), qkv.nbytes // 4, 1 + bool(self.of_steps), self.of_steps.get("waits_first", False)]
-        numbers += [qkv.stride(0), table.stride(0), window]
-        floats = [scale * k_unit * LOG2_E, cap * LOG2_E, EPS, k_unit, v_unit]
-        library = build("decode_attention.cpp", *(f"{name}={int(value)}" for name, value in macros.items()))
+        kv_lens, _, _, _, _, cos_sin, q_norm, k_norm, eps, _, *of_logits, k_unit, v_unit, _, _ = others
+        rope, options = QKNormRope(cos_sin, q_norm, k_norm, eps), AttentionOptions(*of_logits)
+        self.launch_over(out, k_cache, v_cache, qkv, table, kv_lens, rope, options, k_unit, v_unit)
+
+    def launch_over(self, *arguments: Any) -> None:
+        """Launch the kernel with the arguments of `launch_decode_attention`."""
+        self.out, k_cache, _, self.qkv, *_ = arguments
+        kv_heads, head_dim = k_cache.shape[2:]
+        shared_bytes = by_clusters.shared_bytes(head_dim, self.out.shape[1] // kv_heads, k_cache.itemsize, 2)
+        limits = by_clusters.Limits(len(self.out) * kv_heads * self.cluster, shared_bytes)
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(by_clusters, "limits_of", lambda device: limits)
+            patched.setattr(by_clusters, "loaded", self.loaded)
+            launch_decode_attention(*arguments)
+
+    def loaded(self, source: str, name: str, macros: tuple[tuple[str, int], ...], device: int) -> "OnFibers":
+        """Compile the kernel, as `launch.loaded` does for a GPU."""
+        driver = str(Path(source).with_suffix(".cpp"))
+        self.library = build(driver, *(f"{name}={value}" for name, value in macros))
+        return self
+
+    def launch(self, grid: tuple[int, ...], threads: int, arguments: Sequence[Any], **options: Any) -> None:
+        """Run a schedule."""
+        assert options["starts_early"]
+        numbers = [*grid, threads, options["cluster"], options["shared_bytes"], self.qkv.nbytes // 4]
+        numbers += [1 + bool(self.of_steps), self.of_steps.get("waits_first", False)]
+        numbers += [each for each in arguments if isinstance(each, int)]
+        names = ["out", "keys", "values", "qkv", "table", "lens", "cos_sin", "q_norm", "k_norm", "sinks"]
+        tensors = [None if t is None or not t.numel() else t for t in arguments[: len(names)]]
+        memory: dict[str, Memory | Tensor | None] = dict(zip(names, tensors, strict=True))
+        memory["qkv"] = Memory(torch.full_like(self.qkv, torch.nan), is_written=False)
+        memory["product"] = Memory(self.qkv, is_constant=True)
+        memory["next_lens"] = torch.where(arguments[5] > 0, arguments[5] + 1, 0)
+        floats = [each for each in arguments if isinstance(each, float)]
         self.outcome = run(
-            library, "run_attention", memory, numbers, floats, seed=self.seed, left_out=self.left_out
+            self.library, "run_attention", memory, numbers, floats, seed=self.seed, left_out=self.left_out
         )  # fmt: skip
 
 
