@@ -114,11 +114,11 @@ INLINE vec add_factors(vec sums, uvec a, uvec b) {
 
 /* As `features_at`, of the `j`th entry of a block; zeros before `begin`, which nobody sees, and from `count` on. `code` is a
  * constant where this is used. */
-INLINE uvec seen_features(const int64_t code, const void *entries, const int64_t *places, int64_t j, int64_t begin,
+INLINE uvec seen_features(const int64_t code, const void *entries, const int64_t *offsets, int64_t j, int64_t begin,
                           int64_t count, int64_t i, int64_t dim) {
     if (j < begin || j >= count || i >= dim) return (uvec){0};
-    const uint8_t *codes = (const uint8_t *)entries + places[j] + i;
-    if (!code) return features_at((const element *)entries + places[j], i, dim);
+    const uint8_t *codes = (const uint8_t *)entries + offsets[j] + i;
+    if (!code) return features_at((const element *)entries + offsets[j], i, dim);
 #if IN_PAIRS
     uint8_t rest[2 * LANES] = {0};
     return bf16_of_codes(code, i + OF_VECTOR <= dim ? codes : memcpy(rest, codes, dim - i));
@@ -129,21 +129,21 @@ INLINE uvec seen_features(const int64_t code, const void *entries, const int64_t
 
 /* Bring one head's keys and values together, up to whole KEY_ROWS; pairs of features are in the order of `in_order`. */
 INLINE void gather(const int64_t code, const struct block_room *room, const void *keys, const void *values,
-                   const int64_t *places, int64_t begin, int64_t count, int64_t dim, int64_t width) {
+                   const int64_t *offsets, int64_t begin, int64_t count, int64_t dim, int64_t width) {
     for (int64_t j = 0; j < count; j += KEY_ROWS) {
         for (int64_t k = j; k < j + KEY_ROWS; k++)
             for (int64_t i = 0; i < width; i += OF_VECTOR)
-                store_words(room->keys + k * width + i, seen_features(code, keys, places, k, begin, count, i, dim));
+                store_words(room->keys + k * width + i, seen_features(code, keys, offsets, k, begin, count, i, dim));
         for (int64_t k = j; k < j + KEY_ROWS; k += OF_VECTOR)
             for (int64_t i = 0; i < width; i += OF_VECTOR) {
                 uvec words[OF_WORD][LANES];
                 for (int64_t n = 0; n < LANES; n++) {
 #if IN_PAIRS
-                    uvec even = seen_features(code, values, places, k + 2 * n, begin, count, i, dim);
-                    uvec odd = seen_features(code, values, places, k + 2 * n + 1, begin, count, i, dim);
+                    uvec even = seen_features(code, values, offsets, k + 2 * n, begin, count, i, dim);
+                    uvec odd = seen_features(code, values, offsets, k + 2 * n + 1, begin, count, i, dim);
                     words[0][n] = first_pairs(even, odd), words[1][n] = next_pairs(even, odd);
 #else
-                    words[0][n] = seen_features(code, values, places, k + n, begin, count, i, dim);
+                    words[0][n] = seen_features(code, values, offsets, k + n, begin, count, i, dim);
 #endif
                 }
                 for (int64_t n = 0; n < OF_WORD; n++)
@@ -156,19 +156,19 @@ INLINE void gather(const int64_t code, const struct block_room *room, const void
 static int64_t up_to_rows(int64_t keys) { return (keys + MOST_ROWS - 1) / MOST_ROWS * MOST_ROWS; }
 
 /* sums[row][lane] of some rows, a multiple of MOST_ROWS, with a panel of queries or weights;
- * they go on if `goes_on`, a constant where this is used. What is behind the last query's vector may be left alone. */
-INLINE void products(const int goes_on, float *sums, const factor *x, int64_t stride, const factor *panel, int64_t in,
+ * they go on if `accumulate`, a constant where this is used. What is behind the last query's vector may be left alone. */
+INLINE void products(const int accumulate, float *sums, const factor *x, int64_t stride, const factor *panel, int64_t in,
                      int64_t rows, int64_t lanes) {
 #if IN_PAIRS
 #ifdef WITH_TILES
     if (has_tiles) lanes = PANEL;
 #endif
     for (int64_t row = 0; lanes > LANES && row < rows; row += KEY_ROWS)
-        pair_products(goes_on, sums + row * PANEL, x + row * stride, stride, panel, in, least_of(rows - row, KEY_ROWS));
+        pair_products(accumulate, sums + row * PANEL, x + row * stride, stride, panel, in, least_of(rows - row, KEY_ROWS));
     for (int64_t row = 0; lanes <= LANES && row < rows; row += MOST_ROWS)
-        few_pair_products(MOST_ROWS, 1, goes_on, sums + row * PANEL, x + row * stride, stride, panel, in);
+        few_pair_products(MOST_ROWS, 1, accumulate, sums + row * PANEL, x + row * stride, stride, panel, in);
 #else
-    const int begin = goes_on ? AS_THEY_ARE : FRESH;
+    const int begin = accumulate ? AS_THEY_ARE : FRESH;
     if (lanes > QUERY_LANES - LANES) {
         int64_t row = 0;
         for (; row + ROWS_OF_SUMS <= rows; row += ROWS_OF_SUMS)
@@ -188,7 +188,7 @@ INLINE void products(const int goes_on, float *sums, const factor *x, int64_t st
 
 /* The logits of a panel of queries, from the `from`th on, with KEY_ROWS keys, or with those of them among the block's first
  * `seen`. */
-APART void lane_logits(float *logits, const struct query_lanes *queries, const struct block_room *room, int64_t from,
+NOINLINE void lane_logits(float *logits, const struct query_lanes *queries, const struct block_room *room, int64_t from,
                         int64_t part, int64_t seen) {
     int64_t width = queries->width, rows = least_of(up_to_rows(seen) - part * KEY_ROWS, KEY_ROWS);
     products(0, logits, room->keys + part * KEY_ROWS * width, width, queries->q + from * width, width, rows,
@@ -355,7 +355,7 @@ INLINE void weigh_ahead(const int multiplies, const int weighs, float *logits, c
 
 /* Weigh parts of the keys from `part` on for a panel while all of its queries see all of them; return the part behind them:
  * `part` itself if powers have to refer to a greater logit. The weights are those of `weigh_part`. */
-APART int64_t weigh_at_once(const struct query_lanes *queries, const struct block_room *room, factor *weights, int64_t from,
+NOINLINE int64_t weigh_at_once(const struct query_lanes *queries, const struct block_room *room, factor *weights, int64_t from,
                             int64_t part, int64_t first, int64_t count) {
     int64_t width = queries->width, groups = KEY_ROWS / ROWS_OF_PANEL, behind = part;
     const factor *keys = room->keys + part * KEY_ROWS * width, *panel = queries->q + from * width;
@@ -395,7 +395,7 @@ static int64_t seen_keys(const struct query_lanes *queries, int64_t from, int64_
 static int64_t parts_of_keys(int64_t keys) { return (keys + KEY_ROWS - 1) / KEY_ROWS; }
 
 /* Add features `begin` to `end` of the values to the sums of a panel of queries, once `weights` are made of `keys`. */
-APART void add_values(const struct query_lanes *queries, const struct block_room *room, const factor *weights, int64_t from,
+NOINLINE void add_values(const struct query_lanes *queries, const struct block_room *room, const factor *weights, int64_t from,
                        int64_t keys, int64_t begin, int64_t end) {
     products(1, queries->sums + from * queries->width + begin * QUERY_LANES, room->values + begin * KEYS, KEYS, weights,
              keys, end - begin, queries->count - from);

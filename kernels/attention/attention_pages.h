@@ -64,11 +64,11 @@ static int64_t page_of(const struct paged *row, int64_t at) {
 }
 
 /* Find where the entries of `count` tokens from `first` on begin. */
-static void locate(int64_t *places, const struct paged *row, int64_t first, int64_t count) {
+static void locate(int64_t *offsets, const struct paged *row, int64_t first, int64_t count) {
     int64_t at = first / row->size, offset = first % row->size;
     for (int64_t j = 0; j < count; at++, offset = 0) {
         int64_t begin = (page_of(row, at) * row->size + offset) * row->entry, tokens = least_of(row->size - offset, count - j);
-        for (int64_t k = 0; k < tokens; k++) places[j + k] = begin + k * row->entry;
+        for (int64_t k = 0; k < tokens; k++) offsets[j + k] = begin + k * row->entry;
         j += tokens;
     }
 }
@@ -78,7 +78,7 @@ static void locate(int64_t *places, const struct paged *row, int64_t first, int6
  * lines are prefetched at a time, between the work on the current block: a core stalls with more of them than it can hold. */
 struct prefetches {
     const char *keys, *values; /* of the first head */
-    const int64_t *places;
+    const int64_t *offsets;
     int64_t count, bytes, size; /* tokens; of all heads' keys of one, and of a value */
     int64_t token, due;         /* of each part, that is next; bytes of all of them that are due */
     int64_t share;              /* bytes of all parts to prefetch with a unit of work, if it is counted */
@@ -88,7 +88,7 @@ struct prefetches {
 /* Go on to the next token of each part. */
 static void go_on(struct prefetches *next, int64_t tokens) {
     for (int64_t part = 0; part < STREAMS; part++)
-        next->at[part] = next->places[least_of(next->token + part * tokens, next->count - 1)] * next->size;
+        next->at[part] = next->offsets[least_of(next->token + part * tokens, next->count - 1)] * next->size;
     next->token++, next->byte = 0, next->left = next->bytes;
 }
 
@@ -114,7 +114,7 @@ static inline int64_t bytes_of(const struct prefetches *next) {
     return (next->count + STREAMS - 1) / STREAMS * ((next->bytes + 63) / 64) * 2 * STREAMS * 64;
 }
 
-static inline void prefetch_rest(struct prefetches *next) { prefetch(next, bytes_of(next)); }
+static inline void prefetch_remaining(struct prefetches *next) { prefetch(next, bytes_of(next)); }
 
 /* Read the scales of one head's entries, [pages][heads][tokens], of `count` tokens from `first` on; before `begin`, which
  * nobody sees, and behind the last, up to a whole panel, they are zeros. */

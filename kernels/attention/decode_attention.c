@@ -132,12 +132,12 @@ INLINE void NAME(load_features)(uvec *to, const element *at, int64_t i, int64_t 
 
 /* Add products with the same of `count` keys to the sums of `heads` queries: each key is loaded once. */
 INLINE void NAME(add_features)(const int heads, const int count, vec (*sums)[LANES], const factor *q, const element *keys,
-                               const int64_t *places, int64_t i, int64_t dim, int64_t width, struct prefetches *next) {
+                               const int64_t *offsets, int64_t i, int64_t dim, int64_t width, struct prefetches *next) {
     prefetch(next, count * (LOADED / LANES) * next->share);
 #pragma GCC unroll 16
     for (int j = 0; j < count; j++) {
         uvec key[OF_LOAD];
-        NAME(load_features)(key, keys + places[j], i, dim);
+        NAME(load_features)(key, keys + offsets[j], i, dim);
 #pragma GCC unroll 2
         for (int n = 0; n < OF_LOAD; n++)
 #pragma GCC unroll 4
@@ -148,7 +148,7 @@ INLINE void NAME(add_features)(const int heads, const int count, vec (*sums)[LAN
 
 /* logits[head][key] of `heads` queries, a constant where this is used, with LANES keys, each of which is loaded once. Each
  * sum is added up in the order of sum_lanes. */
-INLINE void NAME(dots)(const int heads, float *logits, const factor *q, const element *keys, const int64_t *places,
+INLINE void NAME(dots)(const int heads, float *logits, const factor *q, const element *keys, const int64_t *offsets,
                        int64_t dim, int64_t width, struct prefetches *next) {
     const int count = heads == 3 ? LANES / 4 : LANES / heads;
     vec folded[4][LANES];
@@ -160,8 +160,8 @@ INLINE void NAME(dots)(const int heads, float *logits, const factor *q, const el
             for (int j = 0; j < count; j++) sums[h][j] = splat(0.0f);
         int64_t i = 0;
         for (; i + LOADED <= dim; i += LOADED)
-            NAME(add_features)(heads, count, sums, q, keys, places + from, i, i + LOADED, width, next);
-        if (i < dim) NAME(add_features)(heads, count, sums, q, keys, places + from, i, dim, width, next);
+            NAME(add_features)(heads, count, sums, q, keys, offsets + from, i, i + LOADED, width, next);
+        if (i < dim) NAME(add_features)(heads, count, sums, q, keys, offsets + from, i, dim, width, next);
 #pragma GCC unroll 4
         for (int h = 0; h < heads; h++) {
 #pragma GCC unroll 4
@@ -184,7 +184,7 @@ INLINE void NAME(dots)(const int heads, float *logits, const factor *q, const el
 /* sums[head] += weights[head][key] * values[key] over `vectors` vectors of each from the `i`th feature on; `heads` and
  * `vectors` are constants. */
 INLINE void NAME(add_weighted)(const int heads, const int vectors, float *sums, const factor *weights, const element *values,
-                               const int64_t *places, int64_t i, int64_t count, int64_t dim, int64_t width,
+                               const int64_t *offsets, int64_t i, int64_t count, int64_t dim, int64_t width,
                                struct prefetches *next) {
     vec acc[4][4];
 #pragma GCC unroll 4
@@ -196,9 +196,9 @@ INLINE void NAME(add_weighted)(const int heads, const int vectors, float *sums, 
 #pragma GCC unroll 4
         for (int v = 0; v < vectors; v += VALUES_OF_LOAD) {
             uvec value[2];
-            NAME(load_features)(value, values + places[j], i + v * LANES, dim);
+            NAME(load_features)(value, values + offsets[j], i + v * LANES, dim);
 #if IN_PAIRS
-            uvec odd = features_at(values + places[j + 1], i + v * LANES, dim);
+            uvec odd = features_at(values + offsets[j + 1], i + v * LANES, dim);
             value[1] = next_pairs(value[0], odd), value[0] = first_pairs(value[0], odd);
 #endif
 #pragma GCC unroll 4
@@ -219,13 +219,13 @@ INLINE void NAME(add_weighted)(const int heads, const int vectors, float *sums, 
         for (int v = 0; v < vectors; v++) store_f32(sums + h * width + i + v * LANES, acc[h][v]);
 }
 
-INLINE void NAME(weigh)(const int heads, float *sums, const factor *weights, const element *values, const int64_t *places,
+INLINE void NAME(weigh)(const int heads, float *sums, const factor *weights, const element *values, const int64_t *offsets,
                         int64_t count, int64_t dim, int64_t width, struct prefetches *next) {
     int64_t i = 0, step = VALUE_VECTORS * LANES;
     for (; i + step <= dim; i += step)
-        NAME(add_weighted)(heads, VALUE_VECTORS, sums, weights, values, places, i, count, i + step, width, next);
+        NAME(add_weighted)(heads, VALUE_VECTORS, sums, weights, values, offsets, i, count, i + step, width, next);
     for (; i < dim; i += LOADED)
-        NAME(add_weighted)(heads, VALUES_OF_LOAD, sums, weights, values, places, i, count, dim, width, next);
+        NAME(add_weighted)(heads, VALUES_OF_LOAD, sums, weights, values, offsets, i, count, dim, width, next);
 }
 
 /* Call a function for all queries of a key head, as many at once as leave their sums in registers: how many is a constant,
@@ -239,33 +239,33 @@ INLINE void NAME(weigh)(const int heads, float *sums, const factor *weights, con
             default: function(4, __VA_ARGS__);           \
         }
 
-APART void NAME(group_dots)(float *logits, const factor *q, const element *keys, const int64_t *places, int64_t queries,
+NOINLINE void NAME(group_dots)(float *logits, const factor *q, const element *keys, const int64_t *offsets, int64_t queries,
                             int64_t count, int64_t dim, struct prefetches *next) {
     int64_t width = width_of_query(dim);
     for (int64_t j = 0; j < count; j += LANES)
-        BY_QUERIES(NAME(dots), queries, h, logits + h * BLOCK + j, q + h * width, keys, places + j, dim, width, next)
+        BY_QUERIES(NAME(dots), queries, h, logits + h * BLOCK + j, q + h * width, keys, offsets + j, dim, width, next)
 }
 
-APART void NAME(group_weigh)(float *sums, const factor *weights, const element *values, const int64_t *places,
+NOINLINE void NAME(group_weigh)(float *sums, const factor *weights, const element *values, const int64_t *offsets,
                              int64_t queries, int64_t count, int64_t dim, struct prefetches *next) {
     int64_t width = width_of_query(dim);
-    BY_QUERIES(NAME(weigh), queries, h, sums + h * width, weights + h * OF_WORD * BLOCK, values, places, count, dim, width,
+    BY_QUERIES(NAME(weigh), queries, h, sums + h * width, weights + h * OF_WORD * BLOCK, values, offsets, count, dim, width,
                next)
 }
 
-/* One head's entries of a block, and in `places` their offsets: codes are widened in `room`. */
-static const element *NAME(entries_of)(element *room, int64_t code, const void *of_head, const int64_t **places,
+/* One head's entries of a block, and in `offsets` their offsets: codes are widened in `room`. */
+static const element *NAME(entries_of)(element *room, int64_t code, const void *of_head, const int64_t **offsets,
                                        const int64_t *in_room, int64_t count, int64_t dim) {
     if (!code) return of_head;
     for (int64_t j = 0; j < count; j++)
         for (int64_t i = 0; i < dim; i += LANES)
-            store(room + in_room[j] + i, load_codes(code, (const uint8_t *)of_head + (*places)[j] + i));
-    *places = in_room;
+            store(room + in_room[j] + i, load_codes(code, (const uint8_t *)of_head + (*offsets)[j] + i));
+    *offsets = in_room;
     return room;
 }
 
-/* Keys of one head, of which both parts are put together in `room`; `places` are the numbers of their tokens. */
-static const element *NAME(joined)(element *room, const decode_attention_args *a, const int64_t *places, int64_t count) {
+/* Keys of one head, of which both parts are put together in `room`; `offsets` are the numbers of their tokens. */
+static const element *NAME(joined)(element *room, const decode_attention_args *a, const int64_t *offsets, int64_t count) {
     const struct {
         const void *data;
         int64_t stride, dim;
@@ -274,7 +274,7 @@ static const element *NAME(joined)(element *room, const decode_attention_args *a
     element *to = room;
     for (int64_t j = 0; j < count; j++)
         for (int part = 0; part < 2; to += parts[part++].dim) {
-            int64_t at = places[j] * parts[part].stride, dim = parts[part].dim;
+            int64_t at = offsets[j] * parts[part].stride, dim = parts[part].dim;
             if (!a->k_cache.code) memcpy(to, (const element *)parts[part].data + at, dim * sizeof *to);
             for (int64_t i = 0; a->k_cache.code && i < dim; i += LANES)
                 store(to + i, load_codes(a->k_cache.code, (const uint8_t *)parts[part].data + at + i));
@@ -292,16 +292,16 @@ struct NAME(part) {
     float *sums, *largest, *total;
 };
 
-static int64_t NAME(place_of)(const struct NAME(part) *p, int64_t head, int64_t query, int64_t dim) {
+static int64_t NAME(query_offset)(const struct NAME(part) *p, int64_t head, int64_t query, int64_t dim) {
     int64_t heads = p->a->q.size[1], group = heads / p->a->k_cache.size[2];
     return ((p->row * p->a->q_len + query / group) * heads + head * group + query % group) * dim;
 }
 
 /* The prefetches of a block of a part's keys and values. */
-static struct prefetches NAME(prefetches_of)(const struct NAME(part) *p, const int64_t *places, int64_t count) {
+static struct prefetches NAME(prefetches_of)(const struct NAME(part) *p, const int64_t *offsets, int64_t count) {
     int64_t dim = p->a->k_cache.size[3], size = p->a->k_cache.code ? 1 : (int64_t)sizeof(element), at = p->head * dim * size;
     if (IS_IN_PARTS(p->a)) return (struct prefetches){0}; /* they come as they are put together */
-    return (struct prefetches){(const char *)p->a->k_cache.data + at, VALUES(p->a) + at, places, count,
+    return (struct prefetches){(const char *)p->a->k_cache.data + at, VALUES(p->a) + at, offsets, count,
                            (p->last - p->head) * dim * size, size};
 }
 
@@ -320,10 +320,10 @@ static void NAME(attend_span)(const struct NAME(part) *p, const struct NAME(part
     float scales[2][PANEL], *widened = carved(&at, code || IS_IN_PARTS(a) ? BLOCK * dim : 0);
     locate(places, &p->entries, first, count);
     struct prefetches ahead = NAME(prefetches_of)(p, places, count);
-    if (!is_prefetched) prefetch_rest(&ahead);
+    if (!is_prefetched) prefetch_remaining(&ahead);
     for (int64_t h = 0; h < heads; h++)
         for (int64_t r = 0; r < queries; r++) {
-            const element *from = (const element *)a->q.data + NAME(place_of)(p, p->head + h, r, dim);
+            const element *from = (const element *)a->q.data + NAME(query_offset)(p, p->head + h, r, dim);
             for (int64_t i = 0; i < width; i += LOADED) {
                 uvec words[OF_LOAD];
                 NAME(load_features)(words, from, i, dim);
@@ -368,7 +368,7 @@ static void NAME(attend_span)(const struct NAME(part) *p, const struct NAME(part
             else offsets = places, values = NAME(entries_of)((element *)widened, code, values, &offsets, in_room, padded, dim);
             NAME(group_weigh)(p->sums + h * queries * width, (factor *)scores, values, offsets, queries, count, dim, &ahead);
         }
-        prefetch_rest(&ahead);
+        prefetch_remaining(&ahead);
         places = next, next = done;
     }
 #if IN_PAIRS || IS_WIDENED
@@ -398,11 +398,11 @@ static void attend_span_in_tiles(const struct NAME(part) *p, struct few_queries 
     locate(places, &p->entries, first, count);
     struct prefetches ahead = NAME(prefetches_of)(p, places, count);
     const char *keys = ahead.keys, *values = ahead.values;
-    if (!is_prefetched) prefetch_rest(&ahead);
+    if (!is_prefetched) prefetch_remaining(&ahead);
     carve_few_queries(few, &at, a->k_scales.data != 0);
     for (int64_t h = 0; h < few->heads; h++)
         for (int64_t r = 0; r < queries; r++)
-            put_query(few, h, r, (const uint16_t *)a->q.data + NAME(place_of)(p, p->head + h, r, dim));
+            put_query(few, h, r, (const uint16_t *)a->q.data + NAME(query_offset)(p, p->head + h, r, dim));
     set_few_shapes(few);
     for (; first < p->end; count = coming, first += KEYS) {
         const struct NAME(part) *then = first + KEYS < p->end || !after ? p : after;
@@ -420,7 +420,7 @@ static void attend_span_in_tiles(const struct NAME(part) *p, struct few_queries 
             }
             attend_to_values(few, &block, values + h * dim * (block.code ? 1 : sizeof(uint16_t)), &ahead, h);
         }
-        prefetch_rest(&ahead);
+        prefetch_remaining(&ahead);
         int64_t *done = places;
         places = next, next = done;
     }
@@ -480,7 +480,8 @@ static void NAME(attend_heads)(const struct sharing *job, struct NAME(part) part
     float *partial = part.is_split ? NAME(partial_of)(job, part.row, part.span) + part.head * queries * (dim + 2) : 0;
     for (int64_t r = 0; r < count; r++) {
         float *sums = part.sums + r * width, whole = part.total[r] > 0.0f ? (float)a->v_scale / part.total[r] : 0.0f;
-        element *out = (element *)a->out.data + NAME(place_of)(&part, part.head + r / queries, r % queries, a->out.size[2]);
+        element *out = (element *)a->out.data +
+                       NAME(query_offset)(&part, part.head + r / queries, r % queries, a->out.size[2]);
         if (part.is_split) {
             memcpy(partial + r * (dim + 2), sums, dim * sizeof(float));
             partial[r * (dim + 2) + dim] = part.largest[r], partial[r * (dim + 2) + dim + 1] = part.total[r];
@@ -494,7 +495,7 @@ static void NAME(attend_heads)(const struct sharing *job, struct NAME(part) part
 static void NAME(write_zeros)(const struct NAME(part) *part) {
     for (int64_t head = part->head; head < part->last; head++)
         for (int64_t r = 0; r < part->queries; r++)
-            memset((element *)part->a->out.data + NAME(place_of)(part, head, r, part->a->out.size[2]), 0,
+            memset((element *)part->a->out.data + NAME(query_offset)(part, head, r, part->a->out.size[2]), 0,
                    part->a->out.size[2] * sizeof(element));
 }
 
@@ -524,7 +525,7 @@ static void NAME(merge_spans)(const void *arg, int64_t begin, int64_t end) {
         int64_t first = seen_of(length, a->q_len, &a->options).begin / SPAN, last = (length + SPAN - 1) / SPAN;
         if (last - first < 2) continue;
         struct NAME(part) part = {.a = a, .row = row};
-        element *out = (element *)a->out.data + NAME(place_of)(&part, entry / queries, entry % queries, a->out.size[2]);
+        element *out = (element *)a->out.data + NAME(query_offset)(&part, entry / queries, entry % queries, a->out.size[2]);
         float top = -INFINITY, total = 0.0f, unit = unit_of(logits_of(&a->options), UNIT), shrinks[2], *sums = scratch(dim);
         memset(sums, 0, dim * sizeof *sums);
         for (int64_t span = first; span < last; span++) {

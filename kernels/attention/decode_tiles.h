@@ -13,7 +13,7 @@
 
 #if defined(WITH_TILES) && IN_PAIRS
 #define WEIGHED (TILE_ROWS / 2) /* queries, at most, that are multiplied with values together */
-#define PANELS_HELD 4           /* of their sums, in tiles */
+#define PANELS_IN_TILES 4           /* of their sums, in tiles */
 #define KEY_SUMS 5              /* tiles: of logits; keys or values; queries. The first ones are sums and weights */
 #define ENTRY_TILE 6
 #define QUERY_TILE 7
@@ -41,7 +41,7 @@ struct few_queries {
 /* A block of a row's keys, of which nobody sees those before `unseen`. */
 struct block {
     const struct paged *row;
-    const int64_t *places;
+    const int64_t *offsets;
     int64_t first, unseen, count, code;
 };
 
@@ -101,7 +101,7 @@ INLINE void copy_entries(const int64_t code, uint16_t *to, const struct block *b
                          int64_t width) {
     for (int64_t j = from; j < from + TILE_ROWS; j++, to += width)
         for (int64_t i = 0; i < width; i += PANEL)
-            store_words(to + i, seen_features(code, entries, block->places, j, block->unseen, block->count, i, width));
+            store_words(to + i, seen_features(code, entries, block->offsets, j, block->unseen, block->count, i, width));
 }
 
 /* Find TILE_ROWS entries of a block, `width` values of each: in place, if they are seen and in one page, else copied,
@@ -111,7 +111,7 @@ static const uint16_t *tile_entries(const struct block *block, const void *entri
     int is_seen = from >= block->unseen && from + TILE_ROWS <= block->count;
     if (is_seen && !block->code && (block->first + from) % block->row->size + TILE_ROWS <= block->row->size) {
         *stride = 2 * block->row->entry;
-        return (const uint16_t *)entries + block->places[from];
+        return (const uint16_t *)entries + block->offsets[from];
     }
     BY_CODE(block->code, copy_entries, copied, block, entries, from, width);
     *stride = 2 * width;
@@ -241,9 +241,9 @@ static void add_few_values(const struct few_queries *few, const struct block *bl
             store_f32(of_query + i + LANES, load_f32(of_query + i + LANES) * shrink);
         }
     }
-    for (int64_t i = 0; i < panels; i += PANELS_HELD) {
+    for (int64_t i = 0; i < panels; i += PANELS_IN_TILES) {
         float *at = sums + i * rows * LANES;
-        switch (least_of(panels - i, PANELS_HELD)) {
+        switch (least_of(panels - i, PANELS_IN_TILES)) {
             case 1: add_panels(1, few, at, values, strides, next, tiles, i * PANEL); break;
             case 2: add_panels(2, few, at, values, strides, next, tiles, i * PANEL); break;
             case 3: add_panels(3, few, at, values, strides, next, tiles, i * PANEL); break;

@@ -38,12 +38,12 @@ static void NAME(extend)(const extend_attention_args *a, int64_t row, int64_t be
     struct paged entries = PAGES_OF(row, a->page_table, a->k_cache);
     const char *keys = (const char *)a->k_cache.data + head * dim * size;
     const char *values = VALUES(a) + head * dim * size;
-    int64_t memory[2][KEYS], *places = memory[0], *next = memory[1], offset = (cu_q[row] + begin) * heads + head * group;
+    int64_t memory[2][KEYS], *offsets = memory[0], *next = memory[1], offset = (cu_q[row] + begin) * heads + head * group;
     pack_queries(&lanes, (const element *)a->q.data + offset * dim, heads, a->sinks.data ? a->sinks.data + head * group : 0);
     int64_t last = least_of(position + end - begin, a->page_table.size[1] * a->k_cache.size[1]);
     int64_t window = window_at(lanes.logits, position), begins = window >= 0 && position > window ? position - window : 0;
     int64_t first = begins / KEYS * KEYS, count = least_of(last - first, KEYS), coming;
-    if (count > 0) locate(places, &entries, first, count);
+    if (count > 0) locate(offsets, &entries, first, count);
     for (; count > 0; count = coming, first += KEYS) {
         coming = first + KEYS < last ? least_of(last - first - KEYS, KEYS) : 0;
         locate(next, &entries, first + KEYS, coming);
@@ -52,10 +52,10 @@ static void NAME(extend)(const extend_attention_args *a, int64_t row, int64_t be
             read_scales(room.key_scales, a->k_scales.data, &entries, kv_heads, head, first, begins - first, count);
             read_scales(room.value_scales, a->v_scales.data, &entries, kv_heads, head, first, begins - first, count);
         }
-        BY_CODE(code, gather, &room, keys, values, places, begins - first, count, dim, width);
+        BY_CODE(code, gather, &room, keys, values, offsets, begins - first, count, dim, width);
         attend_block(&lanes, &room, first, count, &ahead);
-        int64_t *done = places;
-        places = next, next = done;
+        int64_t *done = offsets;
+        offsets = next, next = done;
     }
     write_results((element *)a->out.data + offset * a->out.size[2], &lanes, heads, SKIPPED(a), (float)a->v_scale);
 }

@@ -16,14 +16,14 @@ static float NAME(inverse_root)(int64_t is_wide, const void *x, int64_t count, f
 }
 
 /* Some heads of a token as they are kept: in the element type, or in codes that are divided by `unit` or have scales. */
-struct NAME(kept) {
+struct NAME(head_output) {
     void *at;
     int64_t code, scale_stride;
     float unit;
     uint16_t *scales;
 };
 
-static void NAME(keep_head)(const struct NAME(kept) *to, int64_t head, const float *wide, int64_t dim) {
+static void NAME(store_head)(const struct NAME(head_output) *to, int64_t head, const float *wide, int64_t dim) {
     uint8_t *codes = (uint8_t *)to->at + head * dim;
     if (to->code == CODE_INT8) to->scales[head * to->scale_stride] = store_int8(codes, wide, dim);
     else if (to->code == CODE_FLOAT8_E4M3FN) store_e4m3(codes, wide, to->unit, dim);
@@ -45,7 +45,7 @@ static void NAME(rotate_head)(int64_t is_wide, float *wide, const void *x, const
 }
 
 /* The same for several heads; the norm is per head, or over all if the weight is as long as all heads. */
-APART void NAME(rotate_heads)(int64_t is_wide, const struct NAME(kept) *to, const char *x, const float *weight,
+NOINLINE void NAME(rotate_heads)(int64_t is_wide, const struct NAME(head_output) *to, const char *x, const float *weight,
                               int64_t weights, float eps, const float *cos, int64_t half, int64_t heads, int64_t dim,
                               int is_mixed, float *wide) {
     int64_t normed = weights > dim ? weights : dim;
@@ -56,15 +56,16 @@ APART void NAME(rotate_heads)(int64_t is_wide, const struct NAME(kept) *to, cons
         if (weight && at % normed == 0) scale = NAME(inverse_root)(is_wide, from, normed, eps);
         NAME(rotate_head)(is_wide, wide, from, weight ? weight + at % normed : weight, scale, cos, half, dim);
         if (is_mixed) mix_head(wide, dim, to->code ? INFINITY : NAME(most)); /* queries are clamped to an element's range */
-        NAME(keep_head)(to, head, wide, dim);
+        NAME(store_head)(to, head, wide, dim);
     }
 }
 
-/* The offset of one token's heads in a cache: `place` values. */
-static struct NAME(kept) NAME(kept_at)(void *cache, int64_t code, int64_t place, float unit, uint16_t *scales,
-                                       int64_t scale_place, int64_t page_size) {
+/* The offset of one token's heads in a cache: `index` values. */
+static struct NAME(head_output) NAME(output_at)(void *cache, int64_t code, int64_t index, float unit, uint16_t *scales,
+                                                int64_t scale_index, int64_t page_size) {
     int64_t size = code ? 1 : sizeof(element);
-    return (struct NAME(kept)){(char *)cache + place * size, code, page_size, unit, scales ? scales + scale_place : 0};
+    return (struct NAME(head_output)){(char *)cache + index * size, code, page_size, unit,
+                                      scales ? scales + scale_index : 0};
 }
 
 /* Append one token, and write its queries; `wide` has room for a head. */
@@ -78,18 +79,18 @@ static void NAME(append_token)(const rope_append_args *a, int64_t token, int64_t
     float eps = (float)a->eps;
     if (position < 0 || position >= a->cos_sin.size[0]) return; /* positions without an angle are not written */
     const float *cos = a->cos_sin.data + position * 2 * half;
-    struct NAME(kept) queries = {.at = (element *)a->q_out.data + token * qo_heads * dim};
+    struct NAME(head_output) queries = {.at = (element *)a->q_out.data + token * qo_heads * dim};
     NAME(rotate_heads)(is_wide, &queries, x, a->q_norm.data, a->q_norm.size[0], eps, cos, half, qo_heads, dim,
                        is_mixed, wide);
     if (row < 0 || row >= a->page_table.size[0] || position >= row_pages * page_size) return;
     int64_t page = a->page_table.data[row * row_pages + position / page_size];
     if (page < 0 || page >= pages) return; /* an invalid page must not reach other memory */
-    int64_t offset = position % page_size, place = (page * page_size + offset) * kv_heads * dim;
-    int64_t scale_place = page * kv_heads * page_size + offset;
-    struct NAME(kept) keys = NAME(kept_at)(a->k_cache.data, a->k_cache.code, place, (float)a->k_scale, a->k_scales.data,
-                                           scale_place, page_size);
-    struct NAME(kept) values = NAME(kept_at)(a->v_cache.data, a->v_cache.code, place, (float)a->v_scale,
-                                             a->v_scales.data, scale_place, page_size);
+    int64_t offset = position % page_size, index = (page * page_size + offset) * kv_heads * dim;
+    int64_t scale_index = page * kv_heads * page_size + offset;
+    struct NAME(head_output) keys = NAME(output_at)(a->k_cache.data, a->k_cache.code, index, (float)a->k_scale,
+                                                    a->k_scales.data, scale_index, page_size);
+    struct NAME(head_output) values = NAME(output_at)(a->v_cache.data, a->v_cache.code, index, (float)a->v_scale,
+                                                      a->v_scales.data, scale_index, page_size);
     x += qo_heads * dim * width_of(is_wide);
     NAME(rotate_heads)(is_wide, &keys, x, a->k_norm.data, a->k_norm.size[0], eps, cos, half, kv_heads, dim, is_mixed,
                        wide);

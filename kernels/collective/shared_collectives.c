@@ -25,10 +25,10 @@ typedef struct {
 } board_view;
 
 static inline board_view board_of(int64_t *words, int64_t size, int64_t rank, int64_t count) {
-    int64_t place = (size - BOARD_HEADER) / (2 * count) / BOARD_LINE * BOARD_LINE * 8;
+    int64_t area_bytes = (size - BOARD_HEADER) / (2 * count) / BOARD_LINE * BOARD_LINE * 8;
     _Atomic int64_t *board = (_Atomic int64_t *)words;
     int64_t meeting = atomic_load(&board[BOARD_LINE * (1 + rank) + BOARD_ARRIVED]);
-    return (board_view){board, (char *)(words + BOARD_HEADER), rank, count, place, meeting};
+    return (board_view){board, (char *)(words + BOARD_HEADER), rank, count, area_bytes, meeting};
 }
 
 static inline char *area_at(const board_view *board, int64_t rank, int64_t meeting) {
@@ -57,8 +57,8 @@ static int await_rank(const board_view *board, int64_t rank, int64_t meeting) {
         if (looks < MEETING_SPINS) {
             pause_core();
             if (looks % MEETING_SPINS_ON_CORE == MEETING_SPINS_ON_CORE - 1) {
-                int64_t own = own_core();
-                if (own && own == atomic_load_explicit(core, memory_order_relaxed)) sched_yield();
+                int64_t core_here = current_core();
+                if (core_here && core_here == atomic_load_explicit(core, memory_order_relaxed)) sched_yield();
             }
             continue;
         }
@@ -79,12 +79,12 @@ static int await_rank(const board_view *board, int64_t rank, int64_t meeting) {
 /* Come to the next meeting with data in this rank's place for it, and wait for all others; whether they came, and with
  * the same in mind: `operation` is what is computed, and how much. */
 static int rendezvous(board_view *board, int64_t operation) {
-    _Atomic int64_t *own = &board->words[BOARD_LINE * (1 + board->rank)];
+    _Atomic int64_t *board_line = &board->words[BOARD_LINE * (1 + board->rank)];
     int64_t meeting = ++board->meeting;
     /* the board of the meeting before is not written before all have read it, so that neither is this word */
-    atomic_store_explicit(&own[BOARD_OPERATION + meeting % 2], operation, memory_order_relaxed);
-    atomic_store_explicit(&own[BOARD_CORE], own_core(), memory_order_relaxed);
-    atomic_store_explicit(&own[BOARD_ARRIVED], meeting, memory_order_release);
+    atomic_store_explicit(&board_line[BOARD_OPERATION + meeting % 2], operation, memory_order_relaxed);
+    atomic_store_explicit(&board_line[BOARD_CORE], current_core(), memory_order_relaxed);
+    atomic_store_explicit(&board_line[BOARD_ARRIVED], meeting, memory_order_release);
     for (int64_t rank = 0; rank < board->count; rank++) {
         if (rank == board->rank) continue;
         if (!await_rank(board, rank, meeting)) return 0;
@@ -138,19 +138,19 @@ KERNEL(shared_all_reduce) {
 KERNEL(shared_all_gather) {
     (void)threads;
     board_view board = board_of(a->board.data, a->board.size[0], a->rank, a->ranks);
-    int64_t rows = a->out.size[0], columns = a->out.size[1], own = a->part.size[1];
+    int64_t rows = a->out.size[0], columns = a->out.size[1], part_columns = a->part.size[1];
     int64_t widest = (columns + board.count - 1) / board.count;
     int64_t most = board.area_bytes / (widest * (int64_t)sizeof(element));
     for (int64_t begin = 0; begin < rows && !is_over(&board); begin += most) {
         int64_t count = least_of(most, rows - begin);
-        memcpy(area_at(&board, board.rank, board.meeting + 1), (const element *)a->part.data + begin * own,
-               count * own * sizeof(element));
+        memcpy(area_at(&board, board.rank, board.meeting + 1), (const element *)a->part.data + begin * part_columns,
+               count * part_columns * sizeof(element));
         if (!rendezvous(&board, 2 * count * columns + 1)) return;
         for (int64_t rank = 0; rank < board.count; rank++) {
-            const element *place = (const element *)area_at(&board, rank, board.meeting);
+            const element *area = (const element *)area_at(&board, rank, board.meeting);
             int64_t first = columns * rank / board.count, width = columns * (rank + 1) / board.count - first;
             for (int64_t row = 0; row < count; row++)
-                memcpy((element *)a->out.data + (begin + row) * columns + first, place + row * width,
+                memcpy((element *)a->out.data + (begin + row) * columns + first, area + row * width,
                        width * sizeof(element));
         }
     }

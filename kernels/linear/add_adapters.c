@@ -24,9 +24,9 @@ INLINE void NAME(down_rows)(const int count, float *to, const element *x, const 
 #pragma GCC unroll 4
     for (int r = 0; r < count; r++) sums[r] = splat(0.0f);
     for (; i + LANES <= width; i += LANES) {
-        const vec held = load(x + i);
+        const vec values = load(x + i);
 #pragma GCC unroll 4
-        for (int r = 0; r < count; r++) sums[r] += held * load(rows + r * width + i);
+        for (int r = 0; r < count; r++) sums[r] += values * load(rows + r * width + i);
     }
     for (int r = 0; r < count; r++) {
         float total = 0.0f;

@@ -47,33 +47,33 @@ static void write_table(int8_t *table, const struct block_weight *weight) {
 }
 
 /* For each of 4 bytes of a word: from which bit on its code's bits are taken, so that they begin at bit `to` of the byte.
- * Of both features that a half-word has the second one's stand `apart` bits above `place`. */
-INLINE __m512i bits_from(const int place, const int apart, const int to) {
-    uint64_t found = 0;
+ * Of both features that a half-word has the second one's stand `distance` bits above `bit`. */
+INLINE __m512i bits_from(const int bit, const int distance, const int to) {
+    uint64_t shifts = 0;
     for (int byte = 0; byte < 8; byte++)
-        found |= (uint64_t)((byte / 2 * 16 + place + byte % 2 * apart - to) & 63) << 8 * byte;
-    return _mm512_set1_epi64((int64_t)found);
+        shifts |= (uint64_t)((byte / 2 * 16 + bit + byte % 2 * distance - to) & 63) << 8 * byte;
+    return _mm512_set1_epi64((int64_t)shifts);
 }
 
 /* The codes, as bytes, of 4 input features and half of a panel, in place `step` of a part: its low and its high bits.
  * All but the addresses are constants where this is used. */
 INLINE __m512i code_bytes(const int bits, const uint16_t *at, const uint16_t *above, const int step, const int side) {
-    const int low = low_bits(bits), high = bits - low, place = 4 * step + side;
+    const int low = low_bits(bits), high = bits - low, feature = 4 * step + side;
     if (bits == 8) {
         __m512i first = _mm512_loadu_si512(at + 2 * step * ROW_WORDS);
         __m512i second = _mm512_loadu_si512(at + (2 * step + 1) * ROW_WORDS);
         if (side) first = _mm512_srli_epi16(first, 8);
         else second = _mm512_slli_epi16(second, 8);
-        __m512i both = _mm512_ternarylogic_epi32(_mm512_set1_epi16(255), first, second, 0xCA);
-        return _mm512_xor_si512(both, _mm512_set1_epi8(-128));
+        __m512i mixed = _mm512_ternarylogic_epi32(_mm512_set1_epi16(255), first, second, 0xCA);
+        return _mm512_xor_si512(mixed, _mm512_set1_epi8(-128));
     }
-    __m512i words = _mm512_loadu_si512(at + place * low / 16 * ROW_WORDS), codes;
+    __m512i words = _mm512_loadu_si512(at + feature * low / 16 * ROW_WORDS), codes;
     if (low == 4) codes = side ? _mm512_srli_epi16(words, 4) : words;
-    else codes = _mm512_multishift_epi64_epi8(bits_from(place * low % 16, 2 * low, 0), words);
+    else codes = _mm512_multishift_epi64_epi8(bits_from(feature * low % 16, 2 * low, 0), words);
     const __m512i of_low = _mm512_set1_epi8((1 << low) - 1), of_high = _mm512_set1_epi8(((1 << high) - 1) << low);
     if (high == 0) return _mm512_and_si512(codes, of_low);
-    __m512i more = _mm512_loadu_si512(above + place * high / 16 * ROW_WORDS);
-    more = _mm512_multishift_epi64_epi8(bits_from(place * high % 16, 2 * high, low), more);
+    __m512i more = _mm512_loadu_si512(above + feature * high / 16 * ROW_WORDS);
+    more = _mm512_multishift_epi64_epi8(bits_from(feature * high % 16, 2 * high, low), more);
     return _mm512_ternarylogic_epi32(of_low, codes, _mm512_and_si512(more, of_high), 0xCA);
 }
 
@@ -129,8 +129,8 @@ INLINE void rows_in_digits(const int bits, const int is_linear, const int rows, 
     int has_mins = weight->mins.at != 0;
     int64_t of_chunk = CHUNK / weight->span;
     for (int64_t span = 0; span < x->spans; span++) {
-        int64_t place = span % of_chunk, first = span * weight->span, last = least_of(first + weight->span, x->in);
-        if (place == 0) read_numbers(scales, mins, weight, panel, span, least_of(of_chunk, x->spans - span));
+        int64_t index = span % of_chunk, first = span * weight->span, last = least_of(first + weight->span, x->in);
+        if (index == 0) read_numbers(scales, mins, weight, panel, span, least_of(of_chunk, x->spans - span));
         __m512i sums[CHECKED_ROWS][DIGITS][VECTORS];
 #pragma GCC unroll 2
         for (int row = 0; row < rows; row++) {
@@ -153,8 +153,8 @@ INLINE void rows_in_digits(const int bits, const int is_linear, const int rows, 
             float unit = x->units[row * x->spans + span];
 #pragma GCC unroll 2
             for (int side = 0; side < VECTORS; side++) {
-                totals[row][side] += scales[place][side] * unit * joined_digits(sums[row], side);
-                if (has_mins) totals[row][side] += mins[place][side] * x->totals[row * x->spans + span];
+                totals[row][side] += scales[index][side] * unit * joined_digits(sums[row], side);
+                if (has_mins) totals[row][side] += mins[index][side] * x->totals[row * x->spans + span];
             }
         }
     }
@@ -213,12 +213,12 @@ INLINE void add_chunk(const int is_packed, const int parts, const int has_mins, 
     const int32_t *zeros = x->zeros + 2 * number;
     const char *values = x->values + row * stride + chunk->first * MANY_DIGITS, *ahead = chunk->ahead;
     const int8_t *codes = is_packed ? (const int8_t *)chunk->packed : chunk->codes;
-    vec found[TOGETHER][VECTORS];
+    vec outputs[TOGETHER][VECTORS];
 #pragma GCC unroll 4
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 2
-        for (int side = 0; side < VECTORS; side++) found[r][side] = load_f32(out + r * PANEL + side * LANES);
-    for (int64_t place = 0, left = chunk->count; left > 0; place++, left -= span) {
+        for (int side = 0; side < VECTORS; side++) outputs[r][side] = load_f32(out + r * PANEL + side * LANES);
+    for (int64_t index = 0, left = chunk->count; left > 0; index++, left -= span) {
         const int64_t count = parts ? parts : least_of(span, left) / PART;
         __m512i sums[TOGETHER][MANY_DIGITS][VECTORS];
         __asm__ volatile("" : : : "memory"); /* or GCC 12 reads numbers early, and sums have too few registers */
@@ -226,7 +226,7 @@ INLINE void add_chunk(const int is_packed, const int parts, const int has_mins, 
         for (int r = 0; r < rows; r++)
 #pragma GCC unroll 2
             for (int side = 0; side < VECTORS; side++) {
-                sums[r][0][side] = _mm512_set1_epi32(zeros[2 * (place + r * spans)]);
+                sums[r][0][side] = _mm512_set1_epi32(zeros[2 * (index + r * spans)]);
                 sums[r][1][side] = _mm512_setzero_si512();
             }
 #pragma GCC unroll 2
@@ -241,20 +241,20 @@ INLINE void add_chunk(const int is_packed, const int parts, const int has_mins, 
         }
 #pragma GCC unroll 4
         for (int r = 0; r < rows; r++) {
-            const __m512 exponent = _mm512_getexp_ps(_mm512_set1_ps(units[place + r * spans]));
-            const float total = totals[place + r * spans];
+            const __m512 exponent = _mm512_getexp_ps(_mm512_set1_ps(units[index + r * spans]));
+            const float total = totals[index + r * spans];
 #pragma GCC unroll 2
             for (int side = 0; side < VECTORS; side++) { /* scalef, for a product takes the dot products' place */
                 __m512i sum = _mm512_add_epi32(_mm512_slli_epi32(sums[r][1][side], 8), sums[r][0][side]);
-                found[r][side] += chunk->scales[place][side] * (vec)_mm512_scalef_ps(_mm512_cvtepi32_ps(sum), exponent);
-                if (has_mins) found[r][side] += chunk->mins[place][side] * total;
+                outputs[r][side] += chunk->scales[index][side] * (vec)_mm512_scalef_ps(_mm512_cvtepi32_ps(sum), exponent);
+                if (has_mins) outputs[r][side] += chunk->mins[index][side] * total;
             }
         }
     }
 #pragma GCC unroll 4
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 2
-        for (int side = 0; side < VECTORS; side++) store_f32(out + r * PANEL + side * LANES, found[r][side]);
+        for (int side = 0; side < VECTORS; side++) store_f32(out + r * PANEL + side * LANES, outputs[r][side]);
 }
 
 /* The same of up to TOGETHER rows; odd ones are one more, whose sums are not used. */

@@ -9,8 +9,8 @@
 #define MANY_DIGITS 2 /* for more rows */
 #define PART 16       /* adjacent input features of a digit: a register, half of a block, and the smallest span */
 #define PART_STEPS 4  /* steps of 4 features, which are multiplied together */
-#define TOGETHER 4    /* rows whose sums, with HELD vectors each, stay in registers */
-#define HELD 2
+#define TOGETHER 4    /* rows whose sums, with VECTORS_OF_ROW vectors each, stay in registers */
+#define VECTORS_OF_ROW 2
 #define HALF_VECTORS (HALF_PANEL / LANES) /* vectors of half of a panel */
 
 /* A row's values are [in / PART][digits][PART], of each 4 features the second and the third in turned order. */
@@ -40,13 +40,13 @@ static void write_table(int8_t *table, const struct block_weight *weight) {
         table[code] = (int8_t)(weight->is_linear ? weight->zero : (int)weight->floats[code]);
 }
 
-/* Two codes of `bits` bits from each half-word, as its bytes: the first from bit `place` on, and the one behind the next. */
-INLINE uint8x16_t two_codes(const int bits, const uint16_t *at, const int place) {
+/* Two codes of `bits` bits from each half-word, as its bytes: the first from `bit` on, and the one behind the next. */
+INLINE uint8x16_t two_codes(const int bits, const uint16_t *at, const int bit) {
     const uint8x16_t words = vld1q_u8((const uint8_t *)at);
-    const int8_t first = (int8_t)-(place % 8), second = (int8_t)(first - 2 * bits);
+    const int8_t first = (int8_t)-(bit % 8), second = (int8_t)(first - 2 * bits);
     const int8x16_t down = {first, second, first, second, first, second, first, second,
                             first, second, first, second, first, second, first, second};
-    uint8x16_t same = place < 8 ? vtrn1q_u8(words, words) : vtrn2q_u8(words, words);
+    uint8x16_t same = bit < 8 ? vtrn1q_u8(words, words) : vtrn2q_u8(words, words);
     return vandq_u8(vshlq_u8(same, down), vdupq_n_u8((1 << bits) - 1));
 }
 
@@ -54,7 +54,7 @@ INLINE uint8x16_t two_codes(const int bits, const uint16_t *at, const int place)
  * their high bits. All but the addresses are constants where this is used. */
 INLINE int8x16_t code_bytes(const int bits, const int is_linear, const uint16_t *at, const uint16_t *above, const int step,
                             const int vector, int8x16_t table) {
-    const int low = low_bits(bits), high = bits - low, side = vector / HALF_VECTORS, place = 4 * step + side;
+    const int low = low_bits(bits), high = bits - low, side = vector / HALF_VECTORS, feature = 4 * step + side;
     const int column = vector % HALF_VECTORS * 2 * LANES;
     if (bits == 8) {
         uint8x16_t first = vld1q_u8((const uint8_t *)(at + 2 * step * ROW_WORDS + column));
@@ -65,8 +65,8 @@ INLINE int8x16_t code_bytes(const int bits, const int is_linear, const uint16_t 
     if (low == 4) {
         codes = vld1q_u8((const uint8_t *)(at + step * ROW_WORDS + column));
         codes = side ? codes >> 4 : codes & 15;
-    } else codes = two_codes(low, at + place * low / 16 * ROW_WORDS + column, place * low % 16);
-    if (high > 0) codes |= two_codes(high, above + place * high / 16 * ROW_WORDS + column, place * high % 16) << low;
+    } else codes = two_codes(low, at + feature * low / 16 * ROW_WORDS + column, feature * low % 16);
+    if (high > 0) codes |= two_codes(high, above + feature * high / 16 * ROW_WORDS + column, feature * high % 16) << low;
     return is_linear ? (int8x16_t)codes - table : vqtbl1q_s8(table, codes);
 }
 
@@ -137,12 +137,12 @@ INLINE void rows_in_digits(const int bits, const int is_linear, const int rows, 
     const int64_t of_chunk = CHUNK / weight->span;
     vec scales[MOST_GROUPS][VECTORS], mins[MOST_GROUPS][VECTORS], totals[CHECKED_ROWS][VECTORS] = {0};
     for (int64_t span = 0; span < x->spans; span++) {
-        int64_t place = span % of_chunk;
-        if (place == 0) read_numbers(scales, mins, weight, panel, span, least_of(of_chunk, x->spans - span));
+        int64_t index = span % of_chunk;
+        if (index == 0) read_numbers(scales, mins, weight, panel, span, least_of(of_chunk, x->spans - span));
 #pragma GCC unroll 4
         for (int from = 0; from < HALF_VECTORS; from += count)
-            span_in_digits(bits, is_linear, rows, count, totals, weight, x, table, panel, span, scales[place],
-                           weight->mins.at ? mins[place] : 0, from);
+            span_in_digits(bits, is_linear, rows, count, totals, weight, x, table, panel, span, scales[index],
+                           weight->mins.at ? mins[index] : 0, from);
     }
     memcpy(out, totals, rows * sizeof *totals);
 }
@@ -172,16 +172,16 @@ INLINE void unpack_codes(const int bits, const int is_linear, int8_t *out, const
     }
 }
 
-/* Add to the sums of some rows, [rows][PANEL], what HELD vectors from `from` on of a chunk give; `rows` and `has_mins` are
- * constants where this is used. */
+/* Add to the sums of some rows, [rows][PANEL], what VECTORS_OF_ROW vectors from `from` on of a chunk give; `rows` and
+ * `has_mins` are constants where this is used. */
 INLINE void add_chunk(const int rows, const int has_mins, float *out, const struct integer_chunk *chunk, int64_t span,
                       const struct integer_rows *x, int64_t row, int64_t from) {
     const int64_t spans = x->spans, number = row * spans + chunk->span;
     const float *units = x->units + number, *totals = x->totals + number;
     const int8_t *digits = (const int8_t *)x->values + row * x->stride + chunk->first * MANY_DIGITS;
     const int8_t *codes = chunk->codes + from * 4 * LANES;
-    for (int64_t place = 0, left = chunk->count; left > 0; place++, left -= span) {
-        int32x4_t sums[TOGETHER][MANY_DIGITS][HELD] = {0};
+    for (int64_t index = 0, left = chunk->count; left > 0; index++, left -= span) {
+        int32x4_t sums[TOGETHER][MANY_DIGITS][VECTORS_OF_ROW] = {0};
         for (const int8_t *end = codes + least_of(span, left) * PANEL; codes < end; digits += MANY_DIGITS * PART) {
             int8x16_t of_rows[TOGETHER][MANY_DIGITS];
 #pragma GCC unroll 4
@@ -192,7 +192,7 @@ INLINE void add_chunk(const int rows, const int has_mins, float *out, const stru
 #pragma GCC unroll 4
             for (int step = 0; step < PART_STEPS; step++, codes += 4 * PANEL)
 #pragma GCC unroll 2
-                for (int v = 0; v < HELD; v++) {
+                for (int v = 0; v < VECTORS_OF_ROW; v++) {
                     int8x16_t of_codes = vld1q_s8(codes + v * 4 * LANES);
 #pragma GCC unroll 4
                     for (int r = 0; r < rows; r++)
@@ -203,13 +203,13 @@ INLINE void add_chunk(const int rows, const int has_mins, float *out, const stru
         }
 #pragma GCC unroll 4
         for (int r = 0; r < rows; r++) {
-            const float unit = units[place + r * spans], total = totals[place + r * spans];
+            const float unit = units[index + r * spans], total = totals[index + r * spans];
 #pragma GCC unroll 2
-            for (int v = 0; v < HELD; v++) {
+            for (int v = 0; v < VECTORS_OF_ROW; v++) {
                 float *to = out + r * PANEL + (from + v) * LANES;
-                int32x4_t both = (sums[r][1][v] << 8) + sums[r][0][v];
-                vec sum = load_f32(to) + chunk->scales[place][from + v] * unit * (vec)vcvtq_f32_s32(both);
-                if (has_mins) sum += chunk->mins[place][from + v] * total;
+                int32x4_t joined = (sums[r][1][v] << 8) + sums[r][0][v];
+                vec sum = load_f32(to) + chunk->scales[index][from + v] * unit * (vec)vcvtq_f32_s32(joined);
+                if (has_mins) sum += chunk->mins[index][from + v] * total;
                 store_f32(to, sum);
             }
         }
@@ -219,7 +219,7 @@ INLINE void add_chunk(const int rows, const int has_mins, float *out, const stru
 /* The same of up to TOGETHER rows, and all columns. */
 INLINE void add_rows(const int has_mins, float *sums, const struct integer_chunk *chunk, int64_t span,
                      const struct integer_rows *x, int64_t row, int64_t rows) {
-    for (int64_t from = 0; from < VECTORS; from += HELD)
+    for (int64_t from = 0; from < VECTORS; from += VECTORS_OF_ROW)
         switch (rows) {
             case 1: add_chunk(1, has_mins, sums, chunk, span, x, row, from); break;
             case 2: add_chunk(2, has_mins, sums, chunk, span, x, row, from); break;

@@ -33,7 +33,7 @@ static inline int has_byte_codes(const struct block_weight *weight) {
 #define INTEGER_BYTES 524288 /* of rows, which stay in the L2 cache while panels are read */
 #define LONG_ROW 4096     /* bytes: longer rows count as these, so that enough rows share an unpacked chunk */
 #define SOME_ROWS 16      /* up to so many have the values for a chunk in the L1 cache */
-#define ROW_APART 64      /* bytes between rows, against L1 conflicts */
+#define ROW_PADDING 64    /* bytes between rows, against L1 conflicts */
 
 /* Rows in multiples, with the numbers of their spans. */
 struct integer_rows {
@@ -88,9 +88,9 @@ INLINE void ask_for_part(const int bits, const uint16_t *at, const uint16_t *abo
 #include "linear/short_products.h"
 #endif
 
-/* Lay out rows in multiples; they take less than as many rows of floats, and a tile and ROW_APART more, would. */
+/* Lay out rows in multiples; they take less than as many rows of floats, and a tile and ROW_PADDING more, would. */
 static struct integer_rows integer_rows_at(float *at, int64_t rows, int64_t in, int64_t spans) {
-    int64_t stride = in * bytes_of_multiple(rows <= CHECKED_ROWS) + ROW_APART;
+    int64_t stride = in * bytes_of_multiple(rows <= CHECKED_ROWS) + ROW_PADDING;
     char *values = (char *)carved(&at, rows * stride / 4);
     float *units = carved(&at, rows * spans), *totals = carved(&at, rows * spans);
     return (struct integer_rows){values, units, totals, (int32_t *)at, in, spans, stride};
@@ -111,9 +111,9 @@ static inline int exponent_above(uint32_t bits) {
 }
 
 /* Write a span of a row, given as `count` floats, and return whether multiples keep it well: what is fewer than
- * `well_kept` of them has not all bits of an element. `is_checked` is a constant where this is used. */
+ * `accurate_multiple` of them has not all bits of an element. `is_checked` is a constant where this is used. */
 INLINE int write_span(const int is_checked, const struct integer_rows *to, int64_t row, int64_t span, int64_t first,
-                      const float *x, int64_t count, int zero, int well_kept) {
+                      const float *x, int64_t count, int zero, int accurate_multiple) {
     uvec most = {0};
     ivec poorly = {0}, sums = {0}, uppers = {0};
     for (int64_t i = 0; i < count; i += LANES) {
@@ -130,14 +130,14 @@ INLINE int write_span(const int is_checked, const struct integer_rows *to, int64
         ivec multiples = rounded(value * power_of_two(of_multiple - exponent));
         sums += multiples;
         uppers += write_multiples(is_checked, at, i, multiples);
-        if (is_checked) poorly -= (multiples < well_kept) & (multiples > -well_kept) & (value != 0.0f);
+        if (is_checked) poorly -= (multiples < accurate_multiple) & (multiples > -accurate_multiple) & (value != 0.0f);
     }
-    int64_t place = row * to->spans + span;
+    int64_t index = row * to->spans + span;
     int32_t upper = sum_of(uppers), lower = (int32_t)((uint32_t)sum_of(sums) - ((uint32_t)upper << 16));
-    to->units[place] = unit;
-    to->totals[place] = ((float)upper * 0x1p16f + (float)lower) * unit;
-    to->zeros[2 * place] = (int32_t)(-(uint32_t)zero * (uint32_t)lower); /* arbitrary if not finite */
-    to->zeros[2 * place + 1] = (int32_t)(-(uint32_t)zero * (uint32_t)upper);
+    to->units[index] = unit;
+    to->totals[index] = ((float)upper * 0x1p16f + (float)lower) * unit;
+    to->zeros[2 * index] = (int32_t)(-(uint32_t)zero * (uint32_t)lower); /* arbitrary if not finite */
+    to->zeros[2 * index + 1] = (int32_t)(-(uint32_t)zero * (uint32_t)upper);
     return bits < 0x7f800000 && (!is_checked || sum_of(poorly) * MOST_POORLY <= count);
 }
 

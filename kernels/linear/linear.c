@@ -121,10 +121,10 @@ static const input *prepared(const element *x, int64_t *stride, int64_t rows, in
 }
 
 /* Biases of a panel's `width` output features. */
-INLINE void values_of_panel(vec *values, const element *given, int64_t width) {
+INLINE void values_of_panel(vec *values, const element *src, int64_t width) {
     element tail[PANEL] = {0};
-    if (width < PANEL) given = memcpy(tail, given, width * sizeof *given);
-    for (int64_t v = 0; v < VECTORS; v++) values[v] = load(given + v * LANES);
+    if (width < PANEL) src = memcpy(tail, src, width * sizeof *src);
+    for (int64_t v = 0; v < VECTORS; v++) values[v] = load(src + v * LANES);
 }
 
 INLINE void write_rows(const int is_wide, const struct results *to, const float *sums, int64_t row, int64_t rows,
@@ -135,13 +135,13 @@ INLINE void write_rows(const int is_wide, const struct results *to, const float 
     char *at = (char *)to->out + (row * to->stride + first) * width_of(is_wide);
     for (int64_t r = 0; r < rows; r++, at += to->stride * width_of(is_wide)) {
         float tail[PANEL];
-        char *place = width == PANEL ? at : (char *)tail;
+        char *dst = width == PANEL ? at : (char *)tail;
         for (int64_t v = 0; v < VECTORS; v++) {
-            vec found = load_f32(sums + r * PANEL + v * LANES);
-            if (to->bias) found += biases[v];
-            store_at(is_wide, place, v * LANES, found);
+            vec sum = load_f32(sums + r * PANEL + v * LANES);
+            if (to->bias) sum += biases[v];
+            store_at(is_wide, dst, v * LANES, sum);
         }
-        if (place != at) memcpy(at, place, width * width_of(is_wide));
+        if (dst != at) memcpy(at, dst, width * width_of(is_wide));
     }
 }
 
@@ -243,9 +243,9 @@ INLINE void float_rows(const int rows, float *sums, const float *x, int64_t stri
 
 static void float_products(float *sums, const float *x, int64_t stride, const float *weights, int64_t features,
                            int64_t rows) {
-    for (int64_t here; rows > 0; rows -= here, sums += here * PANEL, x += here * stride) {
-        here = part_of(rows, FLOAT_ROWS);
-        FOR_COUNT(float_rows, here, sums, x, stride, weights, features)
+    for (int64_t chunk_rows; rows > 0; rows -= chunk_rows, sums += chunk_rows * PANEL, x += chunk_rows * stride) {
+        chunk_rows = part_of(rows, FLOAT_ROWS);
+        FOR_COUNT(float_rows, chunk_rows, sums, x, stride, weights, features)
     }
 }
 
@@ -271,7 +271,8 @@ INLINE void blocks_of_panels(const int halves, const struct product *job, int64_
     float *sums = lasting(halves * sums_of_half + BLOCK_IN * PANEL), *block = sums + halves * sums_of_half;
     if (halves == 2) to.bias = 0;
     for (int64_t item = begin; item < end; item++) {
-        int64_t first = item / panels * job->together, panel = item % panels, here = least_of(job->together, rows - first);
+        int64_t first = item / panels * job->together, panel = item % panels;
+        int64_t chunk_rows = least_of(job->together, rows - first);
         memset(sums, 0, halves * sums_of_half * sizeof *sums);
         for (int half = 0; half < halves; half++)
             for (int64_t i = 0; i < in; i += BLOCK_IN) {
@@ -279,10 +280,10 @@ INLINE void blocks_of_panels(const int halves, const struct product *job, int64_
                 int64_t features = least_of(BLOCK_IN, in - i);
                 widen_block(block, at, features);
                 const float *x = (const float *)job->x + first * job->stride + i;
-                float_products(sums + half * sums_of_half, x, job->stride, block, features, here);
+                float_products(sums + half * sums_of_half, x, job->stride, block, features, chunk_rows);
             }
-        if (halves == 2) gate_rows(job, (panel_sums *)sums, (const panel_sums *)(sums + sums_of_half), here, panel);
-        write_sums(&to, sums, first, here, panel);
+        if (halves == 2) gate_rows(job, (panel_sums *)sums, (const panel_sums *)(sums + sums_of_half), chunk_rows, panel);
+        write_sums(&to, sums, first, chunk_rows, panel);
     }
 }
 
@@ -290,8 +291,8 @@ static void linear_blocks(const void *job, int64_t begin, int64_t end) { blocks_
 
 static void gated_blocks(const void *job, int64_t begin, int64_t end) { blocks_of_panels(2, job, begin, end); }
 
-static void widen_rows(const void *given, int64_t begin, int64_t end) {
-    const struct product *job = given;
+static void widen_rows(const void *arg, int64_t begin, int64_t end) {
+    const struct product *job = arg;
     const native_linear_args *a = job->a;
     for (int64_t row = begin; row < end; row++)
         widen_row((float *)job->x + row * job->stride, (const element *)a->x.data + row * a->x.stride[0], a->x.size[1],
@@ -345,7 +346,7 @@ static void two_tiles_of_rows(float *sums, const uint16_t *x, int64_t stride, co
 /* Some rows, a multiple of two tiles', times one panel. If adjacent rows do not conflict in the L1 cache, a part of the
  * panel stays there for all rows, and the next part is prefetched into L2. */
 static void rows_of_panel(float *sums, const uint16_t *x, int64_t stride, const uint16_t *panel, int64_t in, int64_t rows) {
-    int64_t part = 2 * stride % ONE_PLACE ? TILED_IN : in, lines = part < in ? part * PANEL * sizeof *panel / 64 : 0;
+    int64_t part = 2 * stride % L1_SET_STRIDE ? TILED_IN : in, lines = part < in ? part * PANEL * sizeof *panel / 64 : 0;
     for (int64_t begin = 0; begin < in; begin += part)
         for (int64_t row = 0; row < rows; row += 2 * TILE_ROWS) {
             const uint16_t *at = x + row * stride + begin, *of_panel = panel + begin * PANEL;
@@ -358,8 +359,8 @@ static void rows_of_panel(float *sums, const uint16_t *x, int64_t stride, const 
 }
 
 /* Items are parts of the rows, each with all panels: a thread's adjacent ones are panels for the same rows. */
-static void tiled_panels(const void *given, int64_t begin, int64_t end) {
-    const struct product *job = given;
+static void tiled_panels(const void *arg, int64_t begin, int64_t end) {
+    const struct product *job = arg;
     const native_linear_args *a = job->a;
     const struct results to = RESULTS(a);
     const uint16_t *x = job->x, *weight = a->panels.data;
@@ -373,15 +374,15 @@ static void tiled_panels(const void *given, int64_t begin, int64_t end) {
     for (int64_t item = begin; item < end; item++) {
         int64_t first = item / panels * together, at = item % panels * PANEL, last = least_of(first + together, rows);
         const uint16_t *of_panel = weight + at * in;
-        for (int64_t here; first < last; first += here) { /* whole pairs of tiles, then the rest */
-            here = first < whole ? least_of(last, whole) - first : last - first;
-            int64_t shape = least_of(here, 2 * TILE_ROWS);
+        for (int64_t chunk_rows; first < last; first += chunk_rows) { /* whole pairs of tiles, then the rest */
+            chunk_rows = first < whole ? least_of(last, whole) - first : last - first;
+            int64_t shape = least_of(chunk_rows, 2 * TILE_ROWS);
             if (shape != shaped) set_tile_rows(least_of(shape, TILE_ROWS), shape - TILE_ROWS);
             shaped = shape;
-            if (here > 2 * TILE_ROWS) rows_of_panel(sums, x + first * stride, stride, of_panel, in, here);
-            else two_tiles_of_rows(sums, x + first * stride, stride, of_panel, in, here);
-            if (is_even) BY_WIDTH(to.is_wide, write_lines, &to, sums, first, here, at, is_large && first < whole);
-            else write_sums(&to, sums, first, here, at / PANEL);
+            if (chunk_rows > 2 * TILE_ROWS) rows_of_panel(sums, x + first * stride, stride, of_panel, in, chunk_rows);
+            else two_tiles_of_rows(sums, x + first * stride, stride, of_panel, in, chunk_rows);
+            if (is_even) BY_WIDTH(to.is_wide, write_lines, &to, sums, first, chunk_rows, at, is_large && first < whole);
+            else write_sums(&to, sums, first, chunk_rows, at / PANEL);
         }
     }
     if (is_large) _mm_sfence();
@@ -390,18 +391,18 @@ static void tiled_panels(const void *given, int64_t begin, int64_t end) {
 #endif
 
 #if defined(ELEMENT_F16) && defined(WITH_TILES)
-static void split_rows(const void *given, int64_t begin, int64_t end) {
-    const struct product *job = given;
+static void split_rows(const void *arg, int64_t begin, int64_t end) {
+    const struct product *job = arg;
     for (int64_t row = begin; row < end; row++)
         split_row((uint16_t *)job->x + row * 2 * job->stride, (const uint16_t *)job->a->x.data + row * job->a->x.stride[0],
                   job->a->x.size[1], job->stride);
 }
 
-static void split_few(const void *given, int64_t begin, int64_t end) {
-    const struct product *job = given;
+static void split_few_rows(const void *arg, int64_t begin, int64_t end) {
+    const struct product *job = arg;
     const native_linear_args *a = job->a;
     const struct results to = RESULTS(a);
-    int64_t rows = a->x.size[0], in = a->x.size[1], place = 0;
+    int64_t rows = a->x.size[0], in = a->x.size[1], slot = 0;
     const uint16_t *panels = a->panels.data;
     _Alignas(64) uint16_t ring[2 * SPLIT_BLOCK];
     _Alignas(64) float sums[TILE_ROWS * PANEL];
@@ -409,14 +410,14 @@ static void split_few(const void *given, int64_t begin, int64_t end) {
     set_split_rows(rows);
     split_block(ring, panels + begin * in * PANEL, in);
     for (int64_t panel = begin; panel < end; panel++) {
-        few_split_products(sums, job->x, ring, &place, panels + panel * in * PANEL, in, panel + 1 == end);
+        few_split_products(sums, job->x, ring, &slot, panels + panel * in * PANEL, in, panel + 1 == end);
         write_sums(&to, sums, 0, rows, panel);
     }
     tiles_ended(before);
 }
 
-static void split_many(const void *given, int64_t begin, int64_t end) {
-    const struct product *job = given;
+static void split_many_rows(const void *arg, int64_t begin, int64_t end) {
+    const struct product *job = arg;
     const native_linear_args *a = job->a;
     const struct results to = RESULTS(a);
     int64_t rows = a->x.size[0], in = a->x.size[1];
@@ -428,12 +429,13 @@ static void split_many(const void *given, int64_t begin, int64_t end) {
         for (int64_t panel = begin; panel < end; panel++) {
             split_panel(whole, (const uint16_t *)a->panels.data + panel * in * PANEL, in);
             for (int64_t row = first; row < least_of(first + together, rows); row += 2 * TILE_ROWS) {
-                int64_t here = least_of(2 * TILE_ROWS, rows - row);
+                int64_t chunk_rows = least_of(2 * TILE_ROWS, rows - row);
                 const uint16_t *x = (const uint16_t *)job->x + row * 2 * job->stride;
-                if (row == first || here < 2 * TILE_ROWS) set_tile_rows(least_of(here, TILE_ROWS), here - TILE_ROWS);
-                if (here > TILE_ROWS) many_split_products(2, sums, x, whole, job->stride);
-                else many_split_products(1, sums, x, whole, job->stride);
-                write_sums(&to, sums, row, here, panel);
+                if (row == first || chunk_rows < 2 * TILE_ROWS)
+                    set_tile_rows(least_of(chunk_rows, TILE_ROWS), chunk_rows - TILE_ROWS);
+                if (chunk_rows > TILE_ROWS) split_tile_products(2, sums, x, whole, job->stride);
+                else split_tile_products(1, sums, x, whole, job->stride);
+                write_sums(&to, sums, row, chunk_rows, panel);
             }
         }
     tiles_ended(before);
@@ -455,7 +457,7 @@ KERNEL(native_linear) {
     if (has_tiles) {
         job.stride = (in + TILE_IN - 1) / TILE_IN * TILE_IN, job.x = scratch(rows * job.stride);
         parallel(threads, split_rows, &job, rows, items_of(PARALLEL_WORK, in));
-        parallel(threads, rows > TILE_ROWS ? split_many : split_few, &job, a->panels.size[0], least);
+        parallel(threads, rows > TILE_ROWS ? split_many_rows : split_few_rows, &job, a->panels.size[0], least);
         return;
     }
 #endif
@@ -471,9 +473,10 @@ KERNEL(native_linear) {
 
 KERNEL(gated_linear) {
     int64_t rows = a->x.size[0], in = a->x.size[1];
-    native_linear_args both = {0};
-    HAND_OVER(both.out, a->out), HAND_OVER(both.x, a->x), HAND_OVER(both.panels, a->panels), HAND_OVER(both.bias, a->bias);
-    struct product job = {.a = &both, .stride = a->x.stride[0], .activation = a->activation};
+    native_linear_args gate_up_args = {0};
+    HAND_OVER(gate_up_args.out, a->out), HAND_OVER(gate_up_args.x, a->x);
+    HAND_OVER(gate_up_args.panels, a->panels), HAND_OVER(gate_up_args.bias, a->bias);
+    struct product job = {.a = &gate_up_args, .stride = a->x.stride[0], .activation = a->activation};
 #ifdef WITH_BLOCKS
     if (are_many(rows, in)) {
         by_blocks(gated_blocks, &job, a->panels.size[0] / 2, threads);

@@ -10,10 +10,10 @@ static void pack_plane(uint32_t *out, uint8_t code[PANEL][QUANTIZED_BLOCK], int 
     for (int row = 0; row < QUANTIZED_BLOCK / in_word; row++)
         for (int column = 0; column < HALF_PANEL; column++) {
             uint32_t pair = 0; /* of words: those of an input feature, and of the next */
-            for (int place = 0; place < in_word; place++) {
-                const int k = row * in_word + place;
+            for (int index = 0; index < in_word; index++) {
+                const int k = row * in_word + index;
                 const uint8_t *two = code[column + k % 2 * HALF_PANEL] + k / 2 * 2;
-                pair |= ((uint32_t)(two[0] >> shift & mask) | (uint32_t)(two[1] >> shift & mask) << 16) << place * bits;
+                pair |= ((uint32_t)(two[0] >> shift & mask) | (uint32_t)(two[1] >> shift & mask) << 16) << index * bits;
             }
             out[row * HALF_PANEL + column] = pair;
         }
@@ -23,10 +23,10 @@ static void pack_plane(uint32_t *out, uint8_t code[PANEL][QUANTIZED_BLOCK], int 
 static void pack_nibbles(uint32_t *out, const uint8_t *stored[PANEL]) {
     for (int row = 0; row < QUANTIZED_BLOCK / 4; row++)
         for (int column = 0; column < HALF_PANEL; column++) {
-            uint32_t low, high, both;
+            uint32_t low, high, nibbles;
             memcpy(&low, stored[column] + row % 4 * 4, 4), memcpy(&high, stored[column + HALF_PANEL] + row % 4 * 4, 4);
-            both = (low >> row / 4 * 4 & 0x0f0f0f0f) | (high >> row / 4 * 4 & 0x0f0f0f0f) << 4;
-            out[row * HALF_PANEL + column] = (both & 0xff0000ff) | (both & 0xff00) << 8 | (both & 0xff0000) >> 8;
+            nibbles = (low >> row / 4 * 4 & 0x0f0f0f0f) | (high >> row / 4 * 4 & 0x0f0f0f0f) << 4;
+            out[row * HALF_PANEL + column] = (nibbles & 0xff0000ff) | (nibbles & 0xff00) << 8 | (nibbles & 0xff0000) >> 8;
         }
 }
 

@@ -15,9 +15,9 @@
 
 /* What has all bits of an element: a multiple of a span's unit from so many on. */
 #ifdef ELEMENT_F16
-#define WELL_KEPT (1 << 10)
+#define ACCURATE_MULTIPLE (1 << 10)
 #else
-#define WELL_KEPT (1 << 7)
+#define ACCURATE_MULTIPLE (1 << 7)
 #endif
 
 struct quantized_job {
@@ -25,7 +25,7 @@ struct quantized_job {
     const quantized_linear_args *a;
     const input *x; /* in tiles where there are many rows */
     int64_t stride;
-    void *made; /* written by threads before the product: totals, or rows in tiles */
+    void *prepared; /* written by threads before the product: totals, or rows in tiles */
 #if WITH_INTEGERS
     struct integer_rows integers;
 #endif
@@ -40,10 +40,10 @@ static void row_totals(float *totals, const element *row, int64_t span, int64_t 
     }
 }
 
-static void span_totals(const void *given, int64_t begin, int64_t end) {
-    const struct quantized_job *job = given;
+static void span_totals(const void *arg, int64_t begin, int64_t end) {
+    const struct quantized_job *job = arg;
     for (int64_t row = begin; row < end; row++)
-        row_totals((float *)job->made + row * job->of.spans,
+        row_totals((float *)job->prepared + row * job->of.spans,
                          (const element *)job->a->x.data + row * job->a->x.stride[0], job->of.weight->span,
                          job->a->x.size[1]);
 }
@@ -55,8 +55,8 @@ static void write_panel(const quantized_linear_args *a, const float *sums, int64
 }
 
 #if defined(ELEMENT_BF16) && defined(WITH_TILES)
-static void few_rows_of_panels(const void *given, int64_t begin, int64_t end) {
-    const struct quantized_job *job = given;
+static void few_rows_of_panels(const void *arg, int64_t begin, int64_t end) {
+    const struct quantized_job *job = arg;
     const struct block_weight *weight = job->of.weight;
     _Alignas(64) uint16_t ring[RING * BLOCK_SIZE];
     _Alignas(64) float sums[FEW_ROWS * PANEL];
@@ -70,8 +70,8 @@ static void few_rows_of_panels(const void *given, int64_t begin, int64_t end) {
     tiles_ended(before);
 }
 
-static void many_rows_of_panels(const void *given, int64_t begin, int64_t end) {
-    const struct quantized_job *job = given;
+static void many_rows_of_panels(const void *arg, int64_t begin, int64_t end) {
+    const struct quantized_job *job = arg;
     int64_t tiles = (job->of.rows + TILE_ROWS - 1) / TILE_ROWS, features = job->of.weight->blocks * QUANTIZED_BLOCK;
     int64_t together = least_of(tiles, items_of(TILED_BYTES, features * 2 * TILE_ROWS));
     float *sums = lasting(together * TILE_ROWS * PANEL);
@@ -79,21 +79,21 @@ static void many_rows_of_panels(const void *given, int64_t begin, int64_t end) {
     set_tile_shapes(TILE_ROWS, TILE_ROWS, least_of(job->of.weight->span, TILE_IN));
     for (int64_t tile = 0; tile < tiles; tile += together)
         for (int64_t panel = begin; panel < end; panel++) {
-            int64_t row = tile * TILE_ROWS, here = least_of(together, tiles - tile);
-            many_rows_of_panel(sums, &job->of, job->x, tile, here, panel);
-            write_panel(job->a, sums, row, least_of(here * TILE_ROWS, job->of.rows - row), panel);
+            int64_t row = tile * TILE_ROWS, chunk_rows = least_of(together, tiles - tile);
+            many_rows_of_panel(sums, &job->of, job->x, tile, chunk_rows, panel);
+            write_panel(job->a, sums, row, least_of(chunk_rows * TILE_ROWS, job->of.rows - row), panel);
         }
     tiles_ended(before);
 }
 
-static void rows_in_tiles(const void *given, int64_t begin, int64_t end) {
-    const struct quantized_job *job = given;
-    pack_tiles(job->made, job->a->x.data, job->stride, job->of.rows, job->of.weight->blocks, begin, end);
+static void rows_in_tiles(const void *arg, int64_t begin, int64_t end) {
+    const struct quantized_job *job = arg;
+    pack_tiles(job->prepared, job->a->x.data, job->stride, job->of.rows, job->of.weight->blocks, begin, end);
 }
 #endif
 
 /* Whether codes are signed bytes with one scale for each output feature: then sums are scaled once. */
-static inline int has_plain_bytes(const struct block_weight *weight) {
+static inline int has_row_scaled_bytes(const struct block_weight *weight) {
     return weight->bits == 8 && !weight->is_e4m3 && weight->scales.groups == 1 && !weight->scales.factors &&
            !weight->mins.at;
 }
@@ -180,7 +180,7 @@ static void quantized_panel(float *sums, const struct span_job *of, const input 
     memset(sums, 0, of->rows * PANEL * sizeof *sums);
 #if !(defined(ELEMENT_BF16) && defined(WITH_PAIRS))
     vec last_scales[1][VECTORS];
-    const int is_scaled_last = has_plain_bytes(weight);
+    const int is_scaled_last = has_row_scaled_bytes(weight);
     if (is_scaled_last) read_numbers(last_scales, mins, weight, panel, 0, 1);
     if (is_scaled_last && of->rows < BLOCKS_FROM) {
         byte_products(sums, x, stride, weight->panels + panel * weight->blocks * words, features, of->rows);
@@ -194,15 +194,15 @@ static void quantized_panel(float *sums, const struct span_job *of, const input 
         const uint16_t *block = weight->panels + (panel * weight->blocks + first / QUANTIZED_BLOCK) * words;
         read_numbers(scales, mins, weight, panel, span, spans);
 #if defined(ELEMENT_BF16) && defined(WITH_PAIRS) /* integers, which bf16 holds: a span's sums are scaled */
-        _Alignas(64) float found[ROWS_MULTIPLIED * PANEL];
+        _Alignas(64) float products[ROWS_MULTIPLIED * PANEL];
         for (int64_t i = 0; i < count; i += QUANTIZED_BLOCK, block += words)
             unpack_pairs(unpacked + i * PANEL, block, weight);
         for (int64_t at = 0; at < count; at += weight->span, span++)
             for (int64_t row = 0; row < of->rows; row += ROWS_MULTIPLIED) {
-                int64_t here = least_of(ROWS_MULTIPLIED, of->rows - row), place = at / weight->span;
-                pair_products(0, found, x + row * stride + first + at, stride, unpacked + at * PANEL,
-                              least_of(weight->span, count - at), here);
-                add_span(sums + row * PANEL, found, scales[place], mins[place], of, row, here, span);
+                int64_t chunk_rows = least_of(ROWS_MULTIPLIED, of->rows - row), index = at / weight->span;
+                pair_products(0, products, x + row * stride + first + at, stride, unpacked + at * PANEL,
+                              least_of(weight->span, count - at), chunk_rows);
+                add_span(sums + row * PANEL, products, scales[index], mins[index], of, row, chunk_rows, span);
             }
 #else
         for (int64_t i = 0; is_scaled_last && i < spans; i++)
@@ -220,11 +220,11 @@ static void quantized_panel(float *sums, const struct span_job *of, const input 
 #endif
 }
 
-static void quantized_rows(const void *given, int64_t begin, int64_t end) {
-    const struct quantized_job *job = given;
+static void quantized_rows(const void *arg, int64_t begin, int64_t end) {
+    const struct quantized_job *job = arg;
     float *sums = lasting((job->of.rows + 1) * PANEL);
 #if !(defined(ELEMENT_BF16) && defined(WITH_PAIRS))
-    if (LANES == 16 && job->of.rows == 1 && has_plain_bytes(job->of.weight))
+    if (LANES == 16 && job->of.rows == 1 && has_row_scaled_bytes(job->of.weight))
         for (; begin + 2 <= end; begin += 2) {
             row_of_panel_pair(sums, &job->of, (const float *)job->x, begin);
             for (int p = 0; p < 2; p++) write_panel(job->a, sums + p * PANEL, 0, 1, begin + p);
@@ -242,7 +242,7 @@ static inline int takes_integers(const struct block_weight *weight, int64_t rows
     is_slower = has_tiles && rows > CHECKED_ROWS;
 #endif
 #if LANES == 16 && !WITH_DIGITS && !(defined(ELEMENT_BF16) && defined(WITH_PAIRS)) /* some rows are faster as floats */
-    is_slower |= rows > CHECKED_ROWS && rows <= FEW_ROWS_OF_BYTES && has_plain_bytes(weight);
+    is_slower |= rows > CHECKED_ROWS && rows <= FEW_ROWS_OF_BYTES && has_row_scaled_bytes(weight);
 #endif
     return WITH_INTEGERS && !is_slower && !batch_invariant && has_byte_codes(weight);
 }
@@ -253,13 +253,13 @@ INLINE int write_row(const int is_checked, const struct integer_rows *to, int64_
                            const struct block_weight *weight) {
     const int zero = zero_of_codes(weight);
     float wide[CHUNK];
-    int is_kept = 1;
+    int is_accurate = 1;
     for (int64_t span = 0, first = 0; span < to->spans; span++, first += weight->span) {
         int64_t count = least_of(weight->span, to->in - first);
         for (int64_t i = 0; i < count; i += LANES) store_f32(wide + i, load(x + first + i));
-        is_kept &= write_span(is_checked, to, row, span, first, wide, count, zero, WELL_KEPT);
+        is_accurate &= write_span(is_checked, to, row, span, first, wide, count, zero, ACCURATE_MULTIPLE);
     }
-    return is_kept;
+    return is_accurate;
 }
 
 /* The same of one of `rows` rows. */
@@ -272,22 +272,22 @@ static int row_in_integers(const struct integer_rows *to, int64_t row, const ele
     return write_row(1, to, row, x, weight);
 }
 
-static void rows_in_integers(const void *given, int64_t begin, int64_t end) {
-    const struct quantized_job *job = given;
+static void rows_in_integers(const void *arg, int64_t begin, int64_t end) {
+    const struct quantized_job *job = arg;
     const element *x = job->a->x.data;
     for (int64_t row = begin; row < end; row++)
         row_in_integers(&job->integers, row, x + row * job->a->x.stride[0], job->of.weight, job->of.rows);
 }
 
-static void integer_panels(const void *given, int64_t begin, int64_t end) {
-    const struct quantized_job *job = given;
+static void integer_panels(const void *arg, int64_t begin, int64_t end) {
+    const struct quantized_job *job = arg;
     int64_t together = items_of(INTEGER_BYTES, least_of(job->integers.stride, LONG_ROW));
     float *sums = lasting((least_of(together, job->of.rows) + 1) * PANEL); /* odd rows are one more */
     for (int64_t row = 0; row < job->of.rows; row += together)
         for (int64_t panel = begin; panel < end; panel++) {
-            int64_t here = least_of(together, job->of.rows - row);
-            integers_of_panel(sums, &job->of, &job->integers, row, here, panel);
-            write_panel(job->a, sums, row, here, panel);
+            int64_t chunk_rows = least_of(together, job->of.rows - row);
+            integers_of_panel(sums, &job->of, &job->integers, row, chunk_rows, panel);
+            write_panel(job->a, sums, row, chunk_rows, panel);
         }
 }
 
@@ -296,21 +296,21 @@ static void NAME(quantized_linear_of)(const quantized_linear_args *a, int64_t th
 /* Multiply rows as integers, if precision suffices. If it suffices for one of a few rows and not for another, each is
  * multiplied separately, so that no row affects another. */
 static int multiplied_as_integers(struct quantized_job *job, float *at, int64_t threads, int64_t least) {
-    int64_t rows = job->of.rows, in = job->a->x.size[1], kept = rows;
+    int64_t rows = job->of.rows, in = job->a->x.size[1], accurate_rows = rows;
     job->integers = integer_rows_at(at, rows, in, job->of.spans);
     if (rows > CHECKED_ROWS) parallel(threads, rows_in_integers, job, rows, items_of(SHARED_WORK, in));
     for (int64_t row = 0; row < rows && rows <= CHECKED_ROWS; row++) {
         const element *x = (const element *)job->a->x.data + row * job->a->x.stride[0];
-        kept -= !row_in_integers(&job->integers, row, x, job->of.weight, rows);
+        accurate_rows -= !row_in_integers(&job->integers, row, x, job->of.weight, rows);
     }
-    if (kept == rows) parallel(threads, integer_panels, job, job->a->panels.size[0], least);
-    for (int64_t row = 0; row < rows && kept < rows && rows > 1; row++) {
+    if (accurate_rows == rows) parallel(threads, integer_panels, job, job->a->panels.size[0], least);
+    for (int64_t row = 0; row < rows && accurate_rows < rows && rows > 1; row++) {
         quantized_linear_args one = *job->a;
         one.x.data = (void *)((element *)job->a->x.data + row * one.x.stride[0]), one.x.size[0] = 1;
         one.out.data = (char *)job->a->out.data + row * one.out.stride[0] * width_of(IS_WIDE(one.out)), one.out.size[0] = 1;
         NAME(quantized_linear_of)(&one, threads);
     }
-    return kept == rows || rows > 1;
+    return accurate_rows == rows || rows > 1;
 }
 #endif
 
@@ -328,12 +328,12 @@ KERNEL(quantized_linear) {
     if (takes_integers(&weight, rows, a->batch_invariant) && multiplied_as_integers(&job, at, threads, least))
         return;
 #endif
-    job.made = carved(&at, whole * job.of.spans), job.of.totals = job.made;
+    job.prepared = carved(&at, whole * job.of.spans), job.of.totals = job.prepared;
     if (weight.mins.at && sizeof(input) == 2)
         parallel(threads, span_totals, &job, rows, items_of(SHARED_WORK, in));
 #if defined(ELEMENT_BF16) && defined(WITH_TILES)
     if (has_tiles && rows > FEW_ROWS) {
-        job.made = at, job.x = job.made;
+        job.prepared = at, job.x = job.prepared;
         parallel(threads, rows_in_tiles, &job, (rows + TILE_ROWS - 1) / TILE_ROWS, items_of(SHARED_WORK, in * TILE_ROWS));
     }
     if (has_tiles && rows <= FEW_ROWS) job.x = few_rows((uint16_t *)at, job.x, job.stride, &job.of);

@@ -22,13 +22,13 @@ static void read_numbers(vec (*scales)[VECTORS], vec (*mins)[VECTORS], const str
 }
 
 /* Add some rows' scaled sums of a span, and their totals times its minima. */
-INLINE void add_span(float *out, const float *found, const vec *scale, const vec *least, const struct span_job *job,
+INLINE void add_span(float *out, const float *products, const vec *scale, const vec *least, const struct span_job *job,
                      int64_t row, int64_t rows, int64_t span) {
     int has_mins = job->weight->mins.at != 0;
     for (int64_t r = 0; r < rows; r++)
         for (int v = 0; v < VECTORS; v++) {
             float *at = out + r * PANEL + v * LANES;
-            vec sum = load_f32(at) + scale[v] * load_f32(found + r * PANEL + v * LANES);
+            vec sum = load_f32(at) + scale[v] * load_f32(products + r * PANEL + v * LANES);
             store_f32(at, has_mins ? sum + least[v] * job->totals[(row + r) * job->spans + span] : sum);
         }
 }
@@ -60,7 +60,7 @@ INLINE void tile_step(const int tiles, const uint16_t *x, int64_t stride, const 
 INLINE void whole_rows_of_panel(const int tiles, float *sums, const struct span_job *job, const uint16_t *x,
                                 int64_t stride, uint16_t *ring, int64_t panel, int64_t end) {
     const struct block_weight *weight = job->weight;
-    _Alignas(64) float found[2][FEW_ROWS * PANEL];
+    _Alignas(64) float products[2][FEW_ROWS * PANEL];
     int64_t step = least_of(weight->span, QUANTIZED_BLOCK), features = weight->blocks * QUANTIZED_BLOCK, span = 0;
     memset(sums, 0, job->rows * PANEL * sizeof *sums);
     for (int64_t feature = 0, left = 0; feature < features; feature += step) {
@@ -75,8 +75,8 @@ INLINE void whole_rows_of_panel(const int tiles, float *sums, const struct span_
         if (left > 0) continue;
         vec scale[1][VECTORS], least[1][VECTORS];
         read_numbers(scale, least, weight, panel, span, 1);
-        end_sums(tiles, found[span % 2]);
-        add_span(sums, found[span % 2], *scale, *least, job, 0, job->rows, span);
+        end_sums(tiles, products[span % 2]);
+        add_span(sums, products[span % 2], *scale, *least, job, 0, job->rows, span);
         span++;
     }
 }
@@ -85,13 +85,13 @@ INLINE void whole_rows_of_panel(const int tiles, float *sums, const struct span_
  * rows for each place of a span, which are zeros but in its own place, and each span's sums stand in rows of their own.
  * A block of two spans has two rows for each, with half of the features in each. */
 struct spread {
-    int64_t parts, of_block, places, tile_rows; /* spans of a block, its rows, blocks' places, and rows of a tile */
+    int64_t parts, of_block, slots, tile_rows; /* spans of a block, its rows, blocks' places, and rows of a tile */
 };
 
 static struct spread spread_of(const struct span_job *job) {
     int64_t parts = job->weight->span < QUANTIZED_BLOCK ? QUANTIZED_BLOCK / job->weight->span : 1;
-    int64_t of_block = parts * job->rows, places = least_of(SPREAD, TILE_ROWS / of_block);
-    return (struct spread){parts, of_block, places, places * of_block};
+    int64_t of_block = parts * job->rows, slots = least_of(SPREAD, TILE_ROWS / of_block);
+    return (struct spread){parts, of_block, slots, slots * of_block};
 }
 
 /* Return up to FEW_ROWS rows as they are multiplied: where they are, or in `out` up to SPREAD, [blocks][tile_rows]
@@ -111,7 +111,7 @@ static const uint16_t *few_rows(uint16_t *out, const uint16_t *x, int64_t stride
 }
 
 /* Add what was found for some spans, [spans][rows][PANEL]; `has_mins` is a constant where this is used. */
-INLINE void add_spans(const int has_mins, float *sums, const float *found, const struct span_job *job, int64_t panel,
+INLINE void add_spans(const int has_mins, float *sums, const float *products, const struct span_job *job, int64_t panel,
                       int64_t span, int64_t count) {
     vec scales[TILE_ROWS][VECTORS], mins[TILE_ROWS][VECTORS];
     int64_t rows = job->rows;
@@ -122,7 +122,7 @@ INLINE void add_spans(const int has_mins, float *sums, const float *found, const
         for (int v = 0; v < VECTORS; v++) sum[v] = load_f32(sums + row * PANEL + v * LANES);
         for (int64_t i = 0; i < count; i++)
             for (int v = 0; v < VECTORS; v++) {
-                sum[v] += scales[i][v] * load_f32(found + (i * rows + row) * PANEL + v * LANES);
+                sum[v] += scales[i][v] * load_f32(products + (i * rows + row) * PANEL + v * LANES);
                 if (has_mins) sum[v] += mins[i][v] * totals[i];
             }
         for (int v = 0; v < VECTORS; v++) store_f32(sums + row * PANEL + v * LANES, sum[v]);
@@ -135,21 +135,21 @@ static void spread_rows_of_panel(float *sums, const struct span_job *job, const 
     const struct block_weight *weight = job->weight;
     struct spread as = spread_of(job);
     int64_t of_span = items_of(weight->span - 1, QUANTIZED_BLOCK), first = panel * weight->blocks;
-    _Alignas(64) float found[TILE_ROWS * PANEL];
+    _Alignas(64) float products[TILE_ROWS * PANEL];
     memset(sums, 0, job->rows * PANEL * sizeof *sums);
     for (int64_t block = 0, span = 0; block < weight->blocks;) {
-        int64_t place = 0;
+        int64_t slot = 0;
         begin_sums(1);
-        for (; place < as.places && block < weight->blocks; place++)
+        for (; slot < as.slots && block < weight->blocks; slot++)
             for (int64_t last = least_of(block + of_span, weight->blocks); block < last; block++) {
                 unpack_ahead(ring, weight, first + block + UNPACKED_AHEAD, end);
-                tile_step(1, x + (block * as.tile_rows - place * as.of_block) * QUANTIZED_BLOCK, QUANTIZED_BLOCK,
+                tile_step(1, x + (block * as.tile_rows - slot * as.of_block) * QUANTIZED_BLOCK, QUANTIZED_BLOCK,
                           ring + (first + block) % RING * BLOCK_SIZE);
             }
-        end_sums(1, found);
-        if (weight->mins.at) add_spans(1, sums, found, job, panel, span, place * as.parts);
-        else add_spans(0, sums, found, job, panel, span, place * as.parts);
-        span += place * as.parts;
+        end_sums(1, products);
+        if (weight->mins.at) add_spans(1, sums, products, job, panel, span, slot * as.parts);
+        else add_spans(0, sums, products, job, panel, span, slot * as.parts);
+        span += slot * as.parts;
     }
 }
 
@@ -204,10 +204,10 @@ INLINE void span_of_tile(const int tile, float *sums, const uint16_t *x, const u
     else _tile_stored(1, sums, 4 * HALF_PANEL);
 }
 
-INLINE void add_to_tile(vec *sums, const float *found, vec scale, vec least, const float *totals, int64_t spans) {
+INLINE void add_to_tile(vec *sums, const float *products, vec scale, vec least, const float *totals, int64_t spans) {
 #pragma GCC unroll 16
     for (int r = 0; r < TILE_ROWS; r++) {
-        sums[r] += scale * load_f32(found + r * HALF_PANEL);
+        sums[r] += scale * load_f32(products + r * HALF_PANEL);
         if (totals) sums[r] += least * totals[r * spans];
     }
 }
@@ -215,24 +215,24 @@ INLINE void add_to_tile(vec *sums, const float *found, vec scale, vec least, con
 /* A tile of rows, whose sums stay in registers, with half of a chunk. */
 INLINE void tile_of_rows(const int has_mins, float *out, const uint16_t *x, const struct tile_chunk *chunk,
                          const struct span_job *job, const int half, const float *totals) {
-    _Alignas(64) float found[2][TILE_ROWS * HALF_PANEL];
+    _Alignas(64) float products[2][TILE_ROWS * HALF_PANEL];
     vec sums[TILE_ROWS];
     const uint16_t *codes = chunk->codes + half * PANEL;
-    int64_t span = job->weight->span, place = 0;
+    int64_t span = job->weight->span, index = 0;
 #pragma GCC unroll 16
     for (int r = 0; r < TILE_ROWS; r++) sums[r] = load_f32(out + r * PANEL + half * HALF_PANEL);
-    for (; place + 2 <= chunk->spans; place += 2) { /* the next is multiplied while one is scaled */
-        int64_t at = place * span, next = at + span;
-        span_of_tile(0, found[0], x, codes, at, span);
-        span_of_tile(1, found[1], x, codes, next, least_of(span, chunk->count - next));
+    for (; index + 2 <= chunk->spans; index += 2) { /* the next is multiplied while one is scaled */
+        int64_t at = index * span, next = at + span;
+        span_of_tile(0, products[0], x, codes, at, span);
+        span_of_tile(1, products[1], x, codes, next, least_of(span, chunk->count - next));
         for (int part = 0; part < 2; part++)
-            add_to_tile(sums, found[part], chunk->scales[place + part][half], chunk->mins[place + part][half],
-                        has_mins ? totals + place + part : 0, job->spans);
+            add_to_tile(sums, products[part], chunk->scales[index + part][half], chunk->mins[index + part][half],
+                        has_mins ? totals + index + part : 0, job->spans);
     }
-    if (place < chunk->spans) {
-        span_of_tile(0, found[0], x, codes, place * span, chunk->count - place * span);
-        add_to_tile(sums, found[0], chunk->scales[place][half], chunk->mins[place][half],
-                    has_mins ? totals + place : 0, job->spans);
+    if (index < chunk->spans) {
+        span_of_tile(0, products[0], x, codes, index * span, chunk->count - index * span);
+        add_to_tile(sums, products[0], chunk->scales[index][half], chunk->mins[index][half],
+                    has_mins ? totals + index : 0, job->spans);
     }
 #pragma GCC unroll 16
     for (int r = 0; r < TILE_ROWS; r++) store_f32(out + r * PANEL + half * HALF_PANEL, sums[r]);

@@ -85,21 +85,21 @@ INLINE shorts pair_of(const char *values) {
 static inline shorts shorts_looked_up(shorts codes, const int8_t *table) {
     __m128i bytes = _mm_loadu_si128((const __m128i *)table);
 #if LANES == 16
-    shorts found = (shorts)_mm512_shuffle_epi8(_mm512_broadcast_i32x4(bytes), (__m512i)codes);
+    shorts values = (shorts)_mm512_shuffle_epi8(_mm512_broadcast_i32x4(bytes), (__m512i)codes);
 #else
-    shorts found = (shorts)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(bytes), (__m256i)codes);
+    shorts values = (shorts)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(bytes), (__m256i)codes);
 #endif
-    return (found << 8) >> 8;
+    return (values << 8) >> 8;
 }
 
 /* The codes of a pair of input features and half of the panel, in place `k` of a part, from `lane` on. All but the addresses
  * are constants where this is used. */
 INLINE shorts short_codes(const int bits, const int is_linear, const uint16_t *at, const uint16_t *above, const int k,
                           const int lane, const int8_t *table) {
-    const int low = low_bits(bits), high = bits - low, place = k * low % 16;
+    const int low = low_bits(bits), high = bits - low, bit = k * low % 16;
     uvec words = load_words(at + k * low / 16 * ROW_WORDS + 2 * lane);
-    if (bits == 8) return (place == 0 ? (shorts)words << 8 : (shorts)words) >> 8;
-    shorts codes = (shorts)(words >> place) & (int16_t)((1 << low) - 1);
+    if (bits == 8) return (bit == 0 ? (shorts)words << 8 : (shorts)words) >> 8;
+    shorts codes = (shorts)(words >> bit) & (int16_t)((1 << low) - 1);
     if (high > 0) {
         words = load_words(above + k * high / 16 * ROW_WORDS + 2 * lane) >> k * high % 16;
         codes |= ((shorts)words & (int16_t)((1 << high) - 1)) << low;
@@ -154,8 +154,8 @@ INLINE void rows_in_shorts(const int bits, const int is_linear, const int rows, 
     const int64_t words = bits * BLOCK_SIZE / 16, of_chunk = CHUNK / weight->span;
     vec scales[MOST_GROUPS][VECTORS], mins[MOST_GROUPS][VECTORS], totals[CHECKED_ROWS][VECTORS] = {0};
     for (int64_t span = 0; span < x->spans; span++) {
-        int64_t place = span % of_chunk, first = span * weight->span, last = least_of(first + weight->span, x->in);
-        if (place == 0) read_numbers(scales, mins, weight, panel, span, least_of(of_chunk, x->spans - span));
+        int64_t index = span % of_chunk, first = span * weight->span, last = least_of(first + weight->span, x->in);
+        if (index == 0) read_numbers(scales, mins, weight, panel, span, least_of(of_chunk, x->spans - span));
         ivec sums[CHECKED_ROWS][2][VECTORS];
 #pragma GCC unroll 4
         for (int i = 0; i < 2 * rows; i++)
@@ -175,8 +175,8 @@ INLINE void rows_in_shorts(const int bits, const int is_linear, const int rows, 
             for (int v = 0; v < VECTORS; v++) {
                 vec lower = __builtin_convertvector(sums[r][0][v], vec);
                 vec upper = __builtin_convertvector(sums[r][1][v], vec);
-                totals[r][v] += scales[place][v] * unit * (upper * 0x1p16f + lower);
-                if (has_mins) totals[r][v] += mins[place][v] * total;
+                totals[r][v] += scales[index][v] * unit * (upper * 0x1p16f + lower);
+                if (has_mins) totals[r][v] += mins[index][v] * total;
             }
         }
     }
@@ -195,7 +195,7 @@ INLINE shorts byte_pairs(shorts codes, shorts bytes) {
 /* Add a block's codes, of both halves of the panel from `lane` on, times a row's bytes to its lower and upper sums. What
  * two products and 8 steps add up to, at most 8 * 2 * 15 * 128, fits in 16 bits. */
 INLINE void multiply_bytes(ivec (*sums)[2], const uint16_t *at, const char *values, const int lane) {
-    shorts found[BYTES][2];
+    shorts partial[BYTES][2];
     __asm__("" : "+r"(at), "+r"(values)); /* or GCC 12 keeps what it reads for other lanes, too, on the stack */
 #pragma GCC unroll 8
     for (int step = 0; step < QUANTIZED_BLOCK / 4; step++) {
@@ -209,15 +209,15 @@ INLINE void multiply_bytes(ivec (*sums)[2], const uint16_t *at, const char *valu
 #pragma GCC unroll 2
             for (int half = 0; half < 2; half++) {
                 shorts products = byte_pairs(codes[half], pair_of(values + 4 * ((BYTES + 1) * step + digit)));
-                found[digit][half] = step ? found[digit][half] + products : products;
-                __asm__("" : "+v"(found[digit][half])); /* or GCC adds all products later */
+                partial[digit][half] = step ? partial[digit][half] + products : products;
+                __asm__("" : "+v"(partial[digit][half])); /* or GCC adds all products later */
             }
     }
 #pragma GCC unroll 2
     for (int half = 0; half < 2; half++) {
-        sums[0][half] = add_pairs(sums[0][half], found[0][half], (shorts){0} + 1);
-        sums[0][half] = add_pairs(sums[0][half], found[1][half], (shorts){0} + 256);
-        sums[1][half] = add_pairs(sums[1][half], found[2][half], (shorts){0} + 1);
+        sums[0][half] = add_pairs(sums[0][half], partial[0][half], (shorts){0} + 1);
+        sums[0][half] = add_pairs(sums[0][half], partial[1][half], (shorts){0} + 256);
+        sums[1][half] = add_pairs(sums[1][half], partial[2][half], (shorts){0} + 1);
     }
 }
 
@@ -228,10 +228,10 @@ static void rows_in_bytes(float *out, const struct span_job *job, const struct i
     const int64_t words = 4 * BLOCK_SIZE / 16, of_chunk = CHUNK / weight->span;
     vec scales[MOST_GROUPS][VECTORS], mins[MOST_GROUPS][VECTORS], totals[CHECKED_ROWS][VECTORS] = {0};
     for (int64_t span = 0; span < x->spans; span++) {
-        int64_t place = span % of_chunk, first = span * weight->span;
+        int64_t index = span % of_chunk, first = span * weight->span;
         int64_t count = least_of(weight->span, x->in - first) / QUANTIZED_BLOCK;
         const uint16_t *block = weight->panels + (panel * weight->blocks + first / QUANTIZED_BLOCK) * words;
-        if (place == 0) read_numbers(scales, mins, weight, panel, span, least_of(of_chunk, x->spans - span));
+        if (index == 0) read_numbers(scales, mins, weight, panel, span, least_of(of_chunk, x->spans - span));
         for (int64_t row = 0; row < job->rows; row++) {
             const int64_t number = row * x->spans + span;
             const float unit = x->units[number];
@@ -248,8 +248,8 @@ static void rows_in_bytes(float *out, const struct span_job *job, const struct i
                     const int v = (half * HALF_PANEL + lane) / LANES;
                     vec lower = __builtin_convertvector(sums[0][half], vec);
                     vec upper = __builtin_convertvector(sums[1][half], vec);
-                    vec total = totals[row][v] + scales[place][v] * unit * (upper * 0x1p16f + lower);
-                    totals[row][v] = has_mins ? total + mins[place][v] * x->totals[number] : total;
+                    vec total = totals[row][v] + scales[index][v] * unit * (upper * 0x1p16f + lower);
+                    totals[row][v] = has_mins ? total + mins[index][v] * x->totals[number] : total;
                 }
             }
         }
@@ -274,7 +274,7 @@ INLINE void add_chunk(const int rows, const int has_mins, float *sums_of_rows, c
     const int64_t spans = x->spans, number = row * spans + chunk->span, count = chunk->count;
     const float *units = x->units + number, *totals = x->totals + number;
     float *out = sums_of_rows + vector * LANES;
-    for (int64_t place = 0, at = 0; at < count; place++) {
+    for (int64_t index = 0, at = 0; at < count; index++) {
         ivec sums[TOGETHER][SHORT_VECTORS] = {0};
         __asm__ volatile("" : : : "memory"); /* or GCC 12 holds the rows' sums in registers, and spills these */
         for (int64_t end = least_of(at + span, count); at < end; at += 2) {
@@ -292,11 +292,11 @@ INLINE void add_chunk(const int rows, const int has_mins, float *sums_of_rows, c
             }
         }
         vec scales[SHORT_VECTORS], mins[SHORT_VECTORS];
-        memcpy(scales, chunk->scales[place] + vector, sizeof scales);
-        memcpy(mins, chunk->mins[place] + vector, sizeof mins);
+        memcpy(scales, chunk->scales[index] + vector, sizeof scales);
+        memcpy(mins, chunk->mins[index] + vector, sizeof mins);
 #pragma GCC unroll 8
         for (int r = 0; r < rows; r++) {
-            const float unit = units[place + r * spans], total = has_mins ? totals[place + r * spans] : 0.0f;
+            const float unit = units[index + r * spans], total = has_mins ? totals[index + r * spans] : 0.0f;
 #pragma GCC unroll 2
             for (int v = 0; v < SHORT_VECTORS; v++) {
                 float *to = out + r * PANEL + v * LANES;

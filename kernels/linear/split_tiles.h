@@ -69,14 +69,14 @@ static void set_split_rows(int64_t rows) {
 
 /* The products of up to TILE_ROWS rows with a panel. A block is split while the one before it is multiplied; the first one
  * has been, and behind the last one that of the next panel is. */
-static void few_split_products(float *sums, const uint16_t *x, uint16_t *ring, int64_t *place, const uint16_t *panel,
+static void few_split_products(float *sums, const uint16_t *x, uint16_t *ring, int64_t *slot, const uint16_t *panel,
                                int64_t in, int is_last) {
     int64_t padded = (in + TILE_IN - 1) / TILE_IN * TILE_IN;
     begin_sums(1);
     for (int64_t i = 0; i < padded; i += TILE_IN) {
-        const uint16_t *block = ring + *place * SPLIT_BLOCK, *from = panel + least_of(i + TILE_IN, in) * PANEL;
+        const uint16_t *block = ring + *slot * SPLIT_BLOCK, *from = panel + least_of(i + TILE_IN, in) * PANEL;
         int64_t count = i + TILE_IN < in ? in - i - TILE_IN : is_last ? 0 : in;
-        uint16_t *next = ring + (*place ^= 1) * SPLIT_BLOCK;
+        uint16_t *next = ring + (*slot ^= 1) * SPLIT_BLOCK;
         _tile_loadd(4, x + i, 4 * padded);
         _tile_loadd(5, x + padded + i, 4 * padded);
         _tile_loadd(2, block, 4 * PANEL);
@@ -106,7 +106,7 @@ static void split_panel(uint16_t *to, const uint16_t *panel, int64_t in) {
 }
 
 /* The products of up to two tiles of rows with a panel that is split; `tiles` is a constant where this is used. */
-INLINE void many_split_products(const int tiles, float *sums, const uint16_t *x, const uint16_t *panel, int64_t padded) {
+INLINE void split_tile_products(const int tiles, float *sums, const uint16_t *x, const uint16_t *panel, int64_t padded) {
     const uint16_t *second = x + 2 * padded * TILE_ROWS;
     begin_sums(tiles);
     for (int64_t i = 0; i < padded; i += TILE_IN) {

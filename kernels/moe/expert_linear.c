@@ -71,25 +71,25 @@ static const input *gathered(const expert_linear_args *a, const int32_t *pairs, 
 }
 
 /* Add values to a row's sums of one panel: elements of a bias, or floats. */
-INLINE void add_numbers(const int is_wide, vec *sums, const void *added, int64_t place, int64_t width) {
+INLINE void add_numbers(const int is_wide, vec *sums, const void *added, int64_t offset, int64_t width) {
     float values[PANEL];
     memcpy(values, sums, sizeof values);
-    for (int64_t j = 0; j < width; j++) values[j] += widen_at(is_wide, added, place + j);
+    for (int64_t j = 0; j < width; j++) values[j] += widen_at(is_wide, added, offset + j);
     memcpy(sums, values, sizeof values);
 }
 
 /* Add what stands beside some pair's sums of one panel. */
-static void add_beside(vec *sums, const struct expert_outputs *to, int64_t expert, int64_t pair, int64_t place,
+static void add_beside(vec *sums, const struct expert_outputs *to, int64_t expert, int64_t pair, int64_t offset,
                        int64_t width) {
     int64_t all = to->width * to->halves;
-    if (to->bias) add_numbers(0, sums, to->bias, expert * all + place, width);
-    if (to->added) add_numbers(1, sums, to->added, pair * all + place, width);
+    if (to->bias) add_numbers(0, sums, to->bias, expert * all + offset, width);
+    if (to->added) add_numbers(1, sums, to->added, pair * all + offset, width);
 }
 
-INLINE void write_values(const int is_wide, void *out, int64_t place, const vec *values, int64_t count) {
-    char *at = (char *)out + place * width_of(is_wide);
-    float held[PANEL];
-    char *to = count == PANEL ? at : (char *)held;
+INLINE void write_values(const int is_wide, void *out, int64_t offset, const vec *values, int64_t count) {
+    char *at = (char *)out + offset * width_of(is_wide);
+    float tail[PANEL];
+    char *to = count == PANEL ? at : (char *)tail;
     for (int64_t v = 0; v < VECTORS; v++) store_at(is_wide, to, v * LANES, values[v]);
     if (to != at) memcpy(at, to, count * width_of(is_wide));
 }
@@ -97,48 +97,48 @@ INLINE void write_values(const int is_wide, void *out, int64_t place, const vec 
 /* Write some pairs' sums with one panel of an expert, [count][PANEL], or with two if gated. */
 static void write_pairs(const struct expert_outputs *to, const float *sums, const float *ups, const int32_t *pairs,
                         int64_t count, int64_t expert, int64_t panel) {
-    int64_t width = to->width, begin = panel * PANEL, held = least_of(PANEL, width - begin);
+    int64_t width = to->width, begin = panel * PANEL, columns = least_of(PANEL, width - begin);
     for (int64_t r = 0; r < count; r++) {
-        vec found[2][VECTORS];
-        memcpy(found[0], sums + r * PANEL, sizeof found[0]);
-        add_beside(found[0], to, expert, pairs[r], begin, held);
+        vec gate_up[2][VECTORS];
+        memcpy(gate_up[0], sums + r * PANEL, sizeof gate_up[0]);
+        add_beside(gate_up[0], to, expert, pairs[r], begin, columns);
         if (to->halves == 2) {
-            memcpy(found[1], ups + r * PANEL, sizeof found[1]);
-            add_beside(found[1], to, expert, pairs[r], width + begin, held);
-            gate_sums(found[0], found[1], to);
+            memcpy(gate_up[1], ups + r * PANEL, sizeof gate_up[1]);
+            add_beside(gate_up[1], to, expert, pairs[r], width + begin, columns);
+            gate_sums(gate_up[0], gate_up[1], to);
         }
-        BY_WIDTH(to->is_wide, write_values, to->out, pairs[r] * width + begin, found[0], held);
+        BY_WIDTH(to->is_wide, write_values, to->out, pairs[r] * width + begin, gate_up[0], columns);
     }
 }
 
 /* Multiply some pairs of one expert, over its tasks `first` to `last`. A row's sums have the same order for any number of
  * rows. */
-static void multiply_pairs(const void *given, int64_t expert, const int32_t *pairs, int64_t count, int64_t first,
+static void multiply_pairs(const void *arg, int64_t expert, const int32_t *pairs, int64_t count, int64_t first,
                            int64_t last) {
-    const expert_linear_args *a = given;
+    const expert_linear_args *a = arg;
     struct expert_outputs to = EXPERT_OUTPUTS(a);
     int64_t in = a->x.size[1], stride = in, size = (in + STEP - 1) / STEP * STEP * PANEL;
     int64_t room = (count + TILE_ROWS) * PANEL, panels = (to.width + PANEL - 1) / PANEL;
     int is_tiled = tiled_features(in);
     const input *x = gathered(a, pairs, count, &stride);
-    const element *own = (const element *)a->weight.data + (expert * panels + first) * to.halves * size;
+    const element *panel_weight = (const element *)a->weight.data + (expert * panels + first) * to.halves * size;
     float *sums = lasting(2 * room);
     struct tile_shapes before = {0};
     if (is_tiled) before = tiles_begun(), set_tile_rows(least_of(count, TILE_ROWS), count > TILE_ROWS ? TILE_ROWS : 0);
     for (int64_t panel = first; panel < last; panel++) {
-        for (int64_t half = 0; half < to.halves; half++, own += size)
-            for (int64_t row = 0, here; row < count; row += here) {
-                here = is_tiled ? 2 * TILE_ROWS : part_of(count - row, ROWS);
+        for (int64_t half = 0; half < to.halves; half++, panel_weight += size)
+            for (int64_t row = 0, chunk_rows; row < count; row += chunk_rows) {
+                chunk_rows = is_tiled ? 2 * TILE_ROWS : part_of(count - row, ROWS);
                 float *at = sums + half * room + row * PANEL;
 #if defined(ELEMENT_BF16) && defined(WITH_TILES)
                 if (is_tiled) {
-                    tiles_product(at, x + row * stride, stride, own, in, count - row);
+                    tiles_product(at, x + row * stride, stride, panel_weight, in, count - row);
                     continue;
                 }
 #endif
-                FOR_COUNT(one_panel, here, (panel_sums *)at, x + row * stride, stride, own, in,
-                          lines_ahead((const char *)own, size * sizeof *own, STEP * PANEL * sizeof *own, row, count, here,
-                                      ROWS))
+                FOR_COUNT(one_panel, chunk_rows, (panel_sums *)at, x + row * stride, stride, panel_weight, in,
+                          lines_ahead((const char *)panel_weight, size * sizeof *panel_weight, STEP * PANEL * sizeof *panel_weight,
+                                      row, count, chunk_rows, ROWS))
             }
         write_pairs(&to, sums, sums + room, pairs, count, expert, panel);
     }
@@ -154,8 +154,8 @@ struct expert_work {
     int64_t panels, together;
 };
 
-static void expert_tasks(const void *given, int64_t begin, int64_t end) {
-    const struct expert_work *work = given;
+static void expert_tasks(const void *arg, int64_t begin, int64_t end) {
+    const struct expert_work *work = arg;
     const int32_t *offsets = work->routed->offsets.data, *order = work->routed->order.data;
     int64_t before = 0;
     for (int64_t expert = 0; before < end; expert++) { /* experts without pairs have no tasks */
@@ -218,10 +218,10 @@ static struct pair_rows rows_of_pairs(const struct few_bit_experts *job, int64_t
     float *totals = carved(&at, whole * spans);
     input *rows = (input *)carved(&at, count * in);
     element *ordered = (element *)carved(&at, in);
-    struct pair_rows found = {{job->weight, count, spans, totals}, rows, 0};
+    struct pair_rows packed = {{job->weight, count, spans, totals}, rows, 0};
 #if WITH_DIGITS
-    found.in_digits = count <= CHECKED_ROWS && takes_integers(job->weight, count, a->batch_invariant);
-    if (found.in_digits) found.digits = integer_rows_at(at, count, in, spans);
+    packed.in_digits = count <= CHECKED_ROWS && takes_integers(job->weight, count, a->batch_invariant);
+    if (packed.in_digits) packed.digits = integer_rows_at(at, count, in, spans);
 #endif
     for (int64_t r = 0; r < count; r++) {
         const element *row = (const element *)a->x.data + pairs[r] / a->slots * a->x.stride[0];
@@ -231,25 +231,25 @@ static struct pair_rows rows_of_pairs(const struct few_bit_experts *job, int64_t
         }
         if (job->weight->mins.at) row_totals(totals + r * spans, row, span, in);
 #if WITH_DIGITS
-        if (found.in_digits) found.in_digits = row_in_integers(&found.digits, r, row, job->weight, count);
+        if (packed.in_digits) packed.in_digits = row_in_integers(&packed.digits, r, row, job->weight, count);
 #endif
         if (sizeof(input) == sizeof(element)) memcpy(rows + r * in, row, in * sizeof *row);
         else widen_row((float *)rows + r * in, row, in, in);
     }
-    if (found.in_digits) return found;
+    if (packed.in_digits) return packed;
 #if defined(ELEMENT_BF16) && defined(WITH_TILES)
     if (has_tiles && count > FEW_ROWS) {
         pack_tiles((uint16_t *)at, rows, in, count, job->weight->blocks, 0, (count + TILE_ROWS - 1) / TILE_ROWS);
-        found.x = (const uint16_t *)at;
-    } else if (has_tiles) found.x = few_rows((uint16_t *)at, rows, in, &found.of);
+        packed.x = (const uint16_t *)at;
+    } else if (has_tiles) packed.x = few_rows((uint16_t *)at, rows, in, &packed.of);
 #endif
-    return found;
+    return packed;
 }
 
 /* Some pairs of one expert, over its tasks `first` to `last`. */
-static void multiply_few_bits(const void *given, int64_t expert, const int32_t *pairs, int64_t count, int64_t first,
+static void multiply_few_bits(const void *arg, int64_t expert, const int32_t *pairs, int64_t count, int64_t first,
                               int64_t last) {
-    const struct few_bit_experts *job = given;
+    const struct few_bit_experts *job = arg;
     struct expert_outputs to = EXPERT_OUTPUTS(job->a);
     struct pair_rows rows = rows_of_pairs(job, expert, pairs, count);
     int64_t tasks = (to.width + PANEL - 1) / PANEL, size = (count + TILE_ROWS) * PANEL, in = job->a->x.size[1];
@@ -259,23 +259,23 @@ static void multiply_few_bits(const void *given, int64_t expert, const int32_t *
     const struct block_weight *weight = job->weight;
     _Alignas(64) uint16_t ring[RING * BLOCK_SIZE];
     struct tile_shapes before = tiles_begun();
-    int is_few = has_tiles && !rows.in_digits && count <= FEW_ROWS, is_many = has_tiles && count > FEW_ROWS;
+    int is_few = has_tiles && !rows.in_digits && count <= FEW_ROWS, is_tiled = has_tiles && count > FEW_ROWS;
     if (is_few) begin_few_rows(&rows.of, ring, begin * weight->blocks, end * weight->blocks);
-    if (is_many) set_tile_shapes(TILE_ROWS, TILE_ROWS, least_of(weight->span, TILE_IN));
+    if (is_tiled) set_tile_shapes(TILE_ROWS, TILE_ROWS, least_of(weight->span, TILE_IN));
 #endif
     for (int64_t panel = begin; panel < end; panel++) {
         int64_t half = (panel - begin) % to.halves;
-        float *own = sums + half * size;
+        float *panel_sums = sums + half * size;
 #if defined(ELEMENT_BF16) && defined(WITH_TILES)
-        if (is_many) many_rows_of_panel(own, &rows.of, rows.x, 0, (count + TILE_ROWS - 1) / TILE_ROWS, panel);
-        else if (is_few) few_rows_of_panel(own, &rows.of, rows.x, in, ring, panel, end * weight->blocks);
+        if (is_tiled) many_rows_of_panel(panel_sums, &rows.of, rows.x, 0, (count + TILE_ROWS - 1) / TILE_ROWS, panel);
+        else if (is_few) few_rows_of_panel(panel_sums, &rows.of, rows.x, in, ring, panel, end * weight->blocks);
         else
 #endif
 #if WITH_DIGITS
-            if (rows.in_digits) integers_of_panel(own, &rows.of, &rows.digits, 0, count, panel);
+            if (rows.in_digits) integers_of_panel(panel_sums, &rows.of, &rows.digits, 0, count, panel);
         else
 #endif
-            quantized_panel(own, &rows.of, rows.x, in, panel);
+            quantized_panel(panel_sums, &rows.of, rows.x, in, panel);
         if (half + 1 == to.halves)
             write_pairs(&to, sums, sums + size, pairs, count, expert, panel / to.halves - expert * tasks);
     }

@@ -17,12 +17,12 @@ static void list_pairs(int32_t *order, int32_t *offsets, const int32_t *ids, int
 
 /* Keep the largest logits of a row in `top`, the largest first; ties in order. */
 static void choose_experts(int32_t *ids, float *top, const element *logits, int64_t experts, int64_t slots) {
-    int64_t held = 0;
+    int64_t filled = 0;
     for (int64_t expert = 0; expert < experts; expert++) {
         float logit = widen(logits[expert]);
         logit = logit > LOWEST ? logit : LOWEST;
-        if (held == slots && !(logit > top[slots - 1])) continue;
-        int64_t at = held < slots ? held++ : slots - 1;
+        if (filled == slots && !(logit > top[slots - 1])) continue;
+        int64_t at = filled < slots ? filled++ : slots - 1;
         for (; at > 0 && logit > top[at - 1]; at--) top[at] = top[at - 1], ids[at] = ids[at - 1];
         top[at] = logit, ids[at] = (int32_t)expert;
     }
@@ -84,12 +84,12 @@ INLINE void combine_row(const int is_wide, const int in_floats, const moe_combin
     for (; i + 4 * LANES <= hidden; i += 4 * LANES) combine_columns(4, is_wide, in_floats, a, row, i, share);
     for (; i + LANES <= hidden; i += LANES) combine_columns(1, is_wide, in_floats, a, row, i, share);
     for (; i < hidden; i++) {
-        int64_t place = row * hidden + i;
-        float sum = a->gate.data ? widen_at(is_wide, a->out.data, place) * share : 0.0f;
+        int64_t offset = row * hidden + i;
+        float sum = a->gate.data ? widen_at(is_wide, a->out.data, offset) * share : 0.0f;
         for (int64_t pair = row * slots; pair < (row + 1) * slots; pair++)
             if (a->ids.data[pair] >= 0)
                 sum += widen_at(in_floats, a->parts.data, pair * hidden + i) * a->weights.data[pair];
-        narrow_at(is_wide, a->out.data, place, sum);
+        narrow_at(is_wide, a->out.data, offset, sum);
     }
 }
 

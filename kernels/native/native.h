@@ -28,7 +28,7 @@
 static inline int64_t items_of(int64_t work, int64_t item) { return 1 + work / (item > 0 ? item : 1); }
 
 #define INLINE static inline __attribute__((always_inline)) /* for constants that unroll loops */
-#define APART static __attribute__((noinline)) /* so that its loops have all registers */
+#define NOINLINE static __attribute__((noinline)) /* so that its loops have all registers */
 
 typedef float vec __attribute__((vector_size(4 * LANES)));
 typedef int32_t ivec __attribute__((vector_size(4 * LANES)));
@@ -83,33 +83,33 @@ static inline int64_t least_of(int64_t a, int64_t b) { return a < b ? a : b; }
 /* The number of live rows, within bounds. */
 static inline int64_t live_of(const int32_t *live, int64_t rows) { return *live < 0 ? 0 : least_of(*live, rows); }
 
-static float *own_floats(int which, int64_t floats) {
+static float *thread_floats(int which, int64_t floats) {
     size_t bytes = (size_t)(floats > 0 ? floats : 1) * sizeof(float);
-    if (bytes > own_memory[which].size) {
-        free(own_memory[which].at);
-        own_memory[which].size = (bytes + 4095) / 4096 * 4096;
-        own_memory[which].at = aligned_alloc(64, own_memory[which].size);
-        if (!own_memory[which].at) { /* not reached if Linux overcommits memory */
-            fprintf(stderr, "graphdecode: no memory for %zu bytes of a kernel's workspace\n", own_memory[which].size);
+    if (bytes > thread_memory[which].size) {
+        free(thread_memory[which].at);
+        thread_memory[which].size = (bytes + 4095) / 4096 * 4096;
+        thread_memory[which].at = aligned_alloc(64, thread_memory[which].size);
+        if (!thread_memory[which].at) { /* not reached if Linux overcommits memory */
+            fprintf(stderr, "graphdecode: no memory for %zu bytes of a kernel's workspace\n", thread_memory[which].size);
             abort();
         }
-        pthread_setspecific(memory_keys[which], own_memory[which].at);
+        pthread_setspecific(memory_keys[which], thread_memory[which].at);
     }
-    return own_memory[which].at;
+    return thread_memory[which].at;
 }
 
 /* Memory of the calling thread, at least so many floats, aligned to a vector, valid until the next call. It is reused by the
  * next kernels: a step that has run before allocates nothing. */
-static float *scratch(int64_t floats) { return own_floats(0, floats); }
+static float *scratch(int64_t floats) { return thread_floats(0, floats); }
 
 /* The same, beside it: for what a kernel's parts, which have scratch of their own, leave for its end. */
-static float *lasting(int64_t floats) { return own_floats(1, floats); }
+static float *lasting(int64_t floats) { return thread_floats(1, floats); }
 
 /* The next `count` floats of `*at`, which goes on behind them, to the next whole vector. */
 static inline float *carved(float **at, int64_t count) {
-    float *found = *at;
+    float *start = *at;
     *at += (count + LANES - 1) / LANES * LANES;
-    return found;
+    return start;
 }
 
 /* `value` in all lanes: not added to zeros, which takes an instruction. */
@@ -283,9 +283,9 @@ INLINE vec parted(const int width, const int odd, vec a, vec b) {
 }
 
 #ifndef write_turned /* to[j][i] = given[i][j] of LANES x LANES words */
-INLINE void write_turned(void *at, int64_t stride, const uvec *given) {
+INLINE void write_turned(void *at, int64_t stride, const uvec *src) {
     vec rows[LANES], next[LANES];
-    memcpy(rows, given, sizeof rows);
+    memcpy(rows, src, sizeof rows);
 #pragma GCC unroll 4
     for (int width = LANES / 2; width > 0; width /= 2) {
 #pragma GCC unroll 16
@@ -312,9 +312,9 @@ INLINE vec lesser_of(vec a, vec b) {
 }
 
 static inline int any_lane(ivec lanes) { /* of a comparison */
-    int32_t found = 0;
-    for (int lane = 0; lane < LANES; lane++) found |= lanes[lane];
-    return found != 0;
+    int32_t bits = 0;
+    for (int lane = 0; lane < LANES; lane++) bits |= lanes[lane];
+    return bits != 0;
 }
 #endif
 
@@ -324,16 +324,16 @@ static inline vec exp_lanes(vec v) {
     vec clamped = lesser_of(splat(88.0f), greater_of(splat(-87.0f), v));
     vec shifted = clamped * 1.44269504f + 12582912.0f; /* 1.5 * 2^23: what is left of the fraction is rounded off */
     vec n = shifted - 12582912.0f;
-    vec rest = clamped - n * 0.693359375f;
-    rest = rest + n * 2.12194440e-4f; /* ln(2) in two parts, the first of few bits */
+    vec fraction = clamped - n * 0.693359375f;
+    fraction = fraction + n * 2.12194440e-4f; /* ln(2) in two parts, the first of few bits */
     vec sum = splat(1.0f / 5040);
-    sum = sum * rest + 1.0f / 720;
-    sum = sum * rest + 1.0f / 120;
-    sum = sum * rest + 1.0f / 24;
-    sum = sum * rest + 1.0f / 6;
-    sum = sum * rest + 0.5f;
-    sum = sum * rest + 1.0f;
-    sum = sum * rest + 1.0f;
+    sum = sum * fraction + 1.0f / 720;
+    sum = sum * fraction + 1.0f / 120;
+    sum = sum * fraction + 1.0f / 24;
+    sum = sum * fraction + 1.0f / 6;
+    sum = sum * fraction + 0.5f;
+    sum = sum * fraction + 1.0f;
+    sum = sum * fraction + 1.0f;
     ivec exponent = (__builtin_convertvector(n, ivec) + 127) << 23;
     vec power = sum * (vec)exponent;
     return (vec)(~tiny & (ivec)power);
@@ -398,7 +398,7 @@ static inline void store_f16(uint16_t *at, vec v) {
 #endif
 
 /* Some values of a tensor of floats or elements as floats, and back: one copy of each, which compiles once. */
-APART void read_floats(float *to, int64_t is_wide, const void *from, int64_t i, int64_t count) {
+NOINLINE void read_floats(float *to, int64_t is_wide, const void *from, int64_t i, int64_t count) {
     const element *at = (const element *)from + i;
     int64_t done = 0;
     if (is_wide) memcpy(to, (const float *)from + i, count * sizeof *to), done = count;
@@ -406,7 +406,7 @@ APART void read_floats(float *to, int64_t is_wide, const void *from, int64_t i, 
     for (; done < count; done++) to[done] = widen(at[done]);
 }
 
-APART void write_floats(int64_t is_wide, void *to, int64_t i, const float *from, int64_t count) {
+NOINLINE void write_floats(int64_t is_wide, void *to, int64_t i, const float *from, int64_t count) {
     element *at = (element *)to + i;
     int64_t done = 0;
     if (is_wide) memcpy((float *)to + i, from, count * sizeof *from), done = count;

@@ -72,12 +72,12 @@ INLINE vec second_halves(vec a, vec b) { return (vec)vzip2q_u64((uint64x2_t)a, (
 /* 2^v to 4e-6 of it, which bf16 does not see; 0 below the smallest normal float; NaN of NaN. */
 static inline vec exp2_lanes(vec v) {
     ivec is_small = v < -126.0f;
-    vec floor = (vec)vrndmq_f32(vminq_f32((float32x4_t)v, vdupq_n_f32(127.0f))), rest = v - floor;
+    vec floor = (vec)vrndmq_f32(vminq_f32((float32x4_t)v, vdupq_n_f32(127.0f))), fraction = v - floor;
     vec sum = splat(0.01355575f);
-    sum = sum * rest + 0.05203237f;
-    sum = sum * rest + 0.24137976f;
-    sum = sum * rest + 0.69303212f;
-    sum = sum * rest + 1.0f;
+    sum = sum * fraction + 0.05203237f;
+    sum = sum * fraction + 0.24137976f;
+    sum = sum * fraction + 0.69303212f;
+    sum = sum * fraction + 1.0f;
     vec power = (vec)(((ivec)vcvtq_s32_f32((float32x4_t)floor) + 127) << 23);
     return (vec)(~is_small & (ivec)(sum * power));
 }

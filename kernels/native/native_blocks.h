@@ -38,19 +38,19 @@ struct block_weight {
     uint16_t pairs[TABLE]; /* bf16 */
 };
 
-static inline vec load_number(const void *at, int64_t place, int64_t dtype) {
-    if (dtype == SCALE_DTYPE_FLOAT32) return load_f32((const float *)at + place);
-    if (dtype == SCALE_DTYPE_BFLOAT16) return load_bf16((const uint16_t *)at + place);
-    return load_f16((const uint16_t *)at + place);
+static inline vec load_number(const void *at, int64_t index, int64_t dtype) {
+    if (dtype == SCALE_DTYPE_FLOAT32) return load_f32((const float *)at + index);
+    if (dtype == SCALE_DTYPE_BFLOAT16) return load_bf16((const uint16_t *)at + index);
+    return load_f16((const uint16_t *)at + index);
 }
 
 /* A vector of a panel's numbers for a span of input features. */
 INLINE vec number_of(const struct block_numbers *numbers, int64_t panel, int64_t span, int64_t vector) {
     int64_t group = (uint32_t)span / numbers->spans_of_group;
-    int64_t place = (panel * numbers->groups + group) * PANEL + vector * LANES;
-    if (!numbers->factors) return load_number(numbers->at, place, numbers->dtype);
+    int64_t index = (panel * numbers->groups + group) * PANEL + vector * LANES;
+    if (!numbers->factors) return load_number(numbers->at, index, numbers->dtype);
     int64_t factor = panel * numbers->factor_groups + (uint32_t)group / numbers->groups_of_factor;
-    return load_i8((const int8_t *)numbers->at + place) *
+    return load_i8((const int8_t *)numbers->at + index) *
            load_number(numbers->factors, factor * PANEL + vector * LANES, numbers->dtype);
 }
 
@@ -61,7 +61,7 @@ static void numbers_of_spans(vec (*out)[VECTORS], const struct block_numbers *nu
     int64_t left = (group + 1) * numbers->spans_of_group - span; /* of the group; likewise the factor's groups */
     int64_t factor = numbers->factors ? (uint32_t)group / numbers->groups_of_factor : 0;
     int64_t groups_left = (factor + 1) * of_factor - group;
-    int64_t place = (panel * numbers->groups + group) * PANEL;
+    int64_t index = (panel * numbers->groups + group) * PANEL;
     const int64_t bytes = numbers->factors ? 1 : numbers->dtype == SCALE_DTYPE_FLOAT32 ? 4 : 2;
     vec factors[VECTORS];
     for (int64_t i = 0, is_new = 1; i < count; i++) {
@@ -69,12 +69,12 @@ static void numbers_of_spans(vec (*out)[VECTORS], const struct block_numbers *nu
             factors[v] = load_number(numbers->factors, (panel * numbers->factor_groups + factor) * PANEL + v * LANES,
                                      numbers->dtype);
         is_new = 0;
-        __builtin_prefetch((const char *)numbers->at + place * bytes + NUMBERS_AHEAD, 0, 3);
+        __builtin_prefetch((const char *)numbers->at + index * bytes + NUMBERS_AHEAD, 0, 3);
         for (int v = 0; v < VECTORS; v++)
-            if (numbers->factors) out[i][v] = load_i8((const int8_t *)numbers->at + place + v * LANES) * factors[v];
-            else out[i][v] = load_number(numbers->at, place + v * LANES, numbers->dtype);
+            if (numbers->factors) out[i][v] = load_i8((const int8_t *)numbers->at + index + v * LANES) * factors[v];
+            else out[i][v] = load_number(numbers->at, index + v * LANES, numbers->dtype);
         if (--left > 0) continue;
-        left = numbers->spans_of_group, place += PANEL;
+        left = numbers->spans_of_group, index += PANEL;
         if (--groups_left == 0) groups_left = of_factor, factor++, is_new = 1;
     }
 }
@@ -87,8 +87,8 @@ INLINE void ask_ahead(const uint16_t *row) { __builtin_prefetch((const char *)ro
  * where these end, their high bits; above them is what there is. `bits` and `k` are constants where this is used. */
 INLINE uvec codes_at(const int bits, const uint16_t *at, const int k, const int lane, const int odd) {
     const int low = low_bits(bits), high = bits - low, behind = 2 * low * ROW_WORDS;
-    const int place = k * low % 16 + 16 * odd;
-    uvec codes = load_words(at + k * low / 16 * ROW_WORDS + 2 * lane) >> place & ((1 << low) - 1);
+    const int bit = k * low % 16 + 16 * odd;
+    uvec codes = load_words(at + k * low / 16 * ROW_WORDS + 2 * lane) >> bit & ((1 << low) - 1);
     if (high > 0) {
         const int above = k * high % 16 + 16 * odd;
         codes |= (load_words(at + behind + k * high / 16 * ROW_WORDS + 2 * lane) >> above & ((1 << high) - 1)) << low;
@@ -105,7 +105,7 @@ static inline vec e4m3(uvec codes) {
 }
 
 INLINE vec meant(const int bits, const struct block_weight *weight, uvec codes) {
-    vec found;
+    vec values;
     if (bits == 8 && weight->is_e4m3) return e4m3(codes & 255);
     if (bits == 8) return __builtin_convertvector((ivec)(codes << 24) >> 24, vec);
     if (weight->is_linear) return __builtin_convertvector((ivec)codes - weight->zero, vec);
@@ -114,8 +114,8 @@ INLINE vec meant(const int bits, const struct block_weight *weight, uvec codes) 
     if (bits <= 4 && LANES == 8)
         return __builtin_shuffle(load_f32(weight->floats), load_f32(weight->floats + LANES), (ivec)codes);
 #endif
-    for (int lane = 0; lane < LANES; lane++) found[lane] = weight->floats[codes[lane]];
-    return found;
+    for (int lane = 0; lane < LANES; lane++) values[lane] = weight->floats[codes[lane]];
+    return values;
 }
 
 /* A block's weights as floats: what its codes mean, scaled, and the least value of its group, in one rounding. They are
@@ -125,7 +125,7 @@ INLINE void dequantize_floats(const int bits, float *out, vec *sums, const float
                         const struct block_weight *weight, const vec (*scales)[VECTORS], const vec (*mins)[VECTORS]) {
     const int unrolled = bits == 4 || bits == 8 ? 4 : 8; /* more take long to compile, for no gain */
     for (int first = 0; first < QUANTIZED_BLOCK; first += unrolled) {
-        const int64_t place = weight->span < QUANTIZED_BLOCK ? first / LEAST_GROUP : 0;
+        const int64_t index = weight->span < QUANTIZED_BLOCK ? first / LEAST_GROUP : 0;
 #pragma GCC unroll 8
         for (int k = first; k < first + unrolled; k++) /* a pair of input features, and half of the panel */
 #pragma GCC unroll 2
@@ -133,9 +133,9 @@ INLINE void dequantize_floats(const int bits, float *out, vec *sums, const float
 #pragma GCC unroll 4
                 for (int lane = 0; lane < HALF_PANEL; lane += LANES) {
                     const int feature = k / 2 * 2 + odd, v = (k % 2 * HALF_PANEL + lane) / LANES;
-                    vec found = meant(bits, weight, codes_at(bits, at, k, lane, odd)) * scales[place][v] + mins[place][v];
-                    if (out) store_f32(out + feature * PANEL + v * LANES, found);
-                    else sums[v] += found * x[feature];
+                    vec value = meant(bits, weight, codes_at(bits, at, k, lane, odd)) * scales[index][v] + mins[index][v];
+                    if (out) store_f32(out + feature * PANEL + v * LANES, value);
+                    else sums[v] += value * x[feature];
                 }
     }
 }
@@ -194,10 +194,10 @@ static void unpack_e4m3_pairs(uint16_t *out, const uint16_t *at, const uint16_t 
         ask_ahead(at);
         for (int half = 0; half < 2; half++) {
             __m512i codes = _mm512_srli_epi16(_mm512_loadu_si512(at), 8 * half);
-            __m512i found = _mm512_add_epi16(_mm512_slli_epi16(_mm512_and_si512(codes, fraction), 4), bias);
-            found = _mm512_mask_permutexvar_epi16(found, _mm512_testn_epi16_mask(codes, exponent), codes, small);
-            found = _mm512_or_si512(found, _mm512_slli_epi16(_mm512_and_si512(codes, sign), 8));
-            _mm512_storeu_si512(out + half * PANEL, found);
+            __m512i halves = _mm512_add_epi16(_mm512_slli_epi16(_mm512_and_si512(codes, fraction), 4), bias);
+            halves = _mm512_mask_permutexvar_epi16(halves, _mm512_testn_epi16_mask(codes, exponent), codes, small);
+            halves = _mm512_or_si512(halves, _mm512_slli_epi16(_mm512_and_si512(codes, sign), 8));
+            _mm512_storeu_si512(out + half * PANEL, halves);
         }
     }
 }
@@ -240,8 +240,8 @@ static void unpack_pairs(uint16_t *out, const uint16_t *at, const struct block_w
 INLINE uint8x16_t looked_up_pairs(const int bits, const uint8x16_t *table, uint16x8_t codes) {
     const uint8x16_t at = (uint8x16_t)(codes * 0x0202 + 0x0100);
     if (bits <= 4) return vqtbl2q_u8((uint8x16x2_t){{table[0], table[1]}}, at);
-    uint8x16_t found = vqtbl4q_u8((uint8x16x4_t){{table[0], table[1], table[2], table[3]}}, at);
-    return bits == 5 ? found : vqtbx4q_u8(found, (uint8x16x4_t){{table[4], table[5], table[6], table[7]}}, at - 64);
+    uint8x16_t values = vqtbl4q_u8((uint8x16x4_t){{table[0], table[1], table[2], table[3]}}, at);
+    return bits == 5 ? values : vqtbx4q_u8(values, (uint8x16x4_t){{table[4], table[5], table[6], table[7]}}, at - 64);
 }
 
 /* The codes of a block as bf16, which holds what they mean, in pairs: [in / 2][PANEL][2]. */

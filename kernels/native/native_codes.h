@@ -85,12 +85,12 @@ static inline void store_e4m3(uint8_t *to, const float *values, float unit, int6
     for (int64_t i = 0; i < count; i++) to[i] = e4m3_of_float(values[i] / unit);
 }
 
-/* Sums and differences of channels that are `apart`. */
-INLINE void butterflies(float *x, const int64_t apart, int64_t dim) {
-    for (int64_t at = 0; at < dim; at += 2 * apart)
-        for (int64_t i = at; i < at + apart; i++) {
-            float first = x[i], second = x[i + apart];
-            x[i] = first + second, x[i + apart] = first - second;
+/* Sums and differences of channels that are `distance`. */
+INLINE void butterflies(float *x, const int64_t distance, int64_t dim) {
+    for (int64_t at = 0; at < dim; at += 2 * distance)
+        for (int64_t i = at; i < at + distance; i++) {
+            float first = x[i], second = x[i + distance];
+            x[i] = first + second, x[i + distance] = first - second;
         }
 }
 
@@ -102,7 +102,7 @@ static inline void mix_head(float *x, int64_t dim, float most) {
     if (count > 2) butterflies(x, 2, dim);
     if (count > 4) butterflies(x, 4, dim);
     if (count > 8) butterflies(x, 8, dim);
-    for (int64_t apart = 16; apart < count; apart *= 2) butterflies(x, apart, dim);
+    for (int64_t distance = 16; distance < count; distance *= 2) butterflies(x, distance, dim);
     const float scale = 1.0f / sqrtf((float)count);
     for (int64_t i = 0; i < dim; i++) {
         float mixed = x[i] * scale;

@@ -23,7 +23,7 @@
 #define SHARED_WORK 65536 /* fewest multiplications of a chunk */
 #define TILED_BYTES 1048576 /* of rows, which stay in the L2 cache while panels are read */
 #define TILED_IN 256 /* input features of a panel, which stay in the L1 cache while rows are read */
-#define ONE_PLACE 4096 /* bytes: lines at this distance share an L1 set */
+#define L1_SET_STRIDE 4096 /* bytes: lines at this distance share an L1 set */
 
 typedef vec panel_sums[VECTORS];
 
@@ -61,7 +61,8 @@ INLINE void bf16_step(const int count, const int vectors, panel_sums *sums, cons
 #define SQUARE_VECTORS (VECTORS / 2) /* of columns whose sums, of SQUARE_ROWS rows, stay in registers */
 
 /* SQUARE_ROWS rows times one panel, of which a prompt's rows read half after half; `in` is even. */
-INLINE void square_products(const int goes_on, panel_sums *out, const uint16_t *x, int64_t stride, const uint16_t *panel, int64_t in) {
+INLINE void square_products(const int accumulate, panel_sums *out, const uint16_t *x, int64_t stride, const uint16_t *panel,
+                            int64_t in) {
     for (int first = 0; first < VECTORS; first += SQUARE_VECTORS) {
         vec sums[SQUARE_ROWS / 2][2 * SQUARE_VECTORS] = {0};
         for (int64_t i = 0; i + 4 <= in; i += 4) {
@@ -86,8 +87,8 @@ INLINE void square_products(const int goes_on, panel_sums *out, const uint16_t *
             for (int v = 0; v < SQUARE_VECTORS; v++) {
                 vec even = first_halves(sums[r][2 * v], sums[r][2 * v + 1]);
                 vec odd = second_halves(sums[r][2 * v], sums[r][2 * v + 1]);
-                out[2 * r][first + v] = goes_on ? out[2 * r][first + v] + even : even;
-                out[2 * r + 1][first + v] = goes_on ? out[2 * r + 1][first + v] + odd : odd;
+                out[2 * r][first + v] = accumulate ? out[2 * r][first + v] + even : even;
+                out[2 * r + 1][first + v] = accumulate ? out[2 * r + 1][first + v] + odd : odd;
             }
     }
     if (in % 4) bf16_step(SQUARE_ROWS, VECTORS, out, x + in - 2, stride, panel + (in - 2) * PANEL);
@@ -132,11 +133,11 @@ INLINE void end_sums(const int tiles, float *sums) {
 }
 
 /* As many rows as two tiles hold, or one, times one panel, or some input features of both; `sums` go on where these are
- * not the first ones; `ahead` bytes of the panel are asked for before their use, if any. `tiles`, `goes_on` and `ahead`
+ * not the first ones; `ahead` bytes of the panel are asked for before their use, if any. `tiles`, `accumulate` and `ahead`
  * are constants where this is used. */
-INLINE void tile_product_of(const int tiles, const int goes_on, const int ahead, float *sums, const uint16_t *x,
+INLINE void tile_product_of(const int tiles, const int accumulate, const int ahead, float *sums, const uint16_t *x,
                             int64_t stride, const uint16_t *panel, int64_t in) {
-    if (goes_on) load_sums(tiles, sums);
+    if (accumulate) load_sums(tiles, sums);
     else begin_sums(tiles);
     for (int64_t i = 0; i < in; i += TILE_IN) {
         const char *later = (const char *)(panel + i * PANEL) + ahead;
@@ -157,9 +158,9 @@ INLINE void tile_product_of(const int tiles, const int goes_on, const int ahead,
 }
 
 /* The same of a panel that is near. */
-INLINE void tile_product(const int tiles, const int goes_on, float *sums, const uint16_t *x, int64_t stride,
+INLINE void tile_product(const int tiles, const int accumulate, float *sums, const uint16_t *x, int64_t stride,
                          const uint16_t *panel, int64_t in) {
-    tile_product_of(tiles, goes_on, 0, sums, x, stride, panel, in);
+    tile_product_of(tiles, accumulate, 0, sums, x, stride, panel, in);
 }
 
 /* Up to two tiles of rows times a panel that is near. */
@@ -171,13 +172,13 @@ INLINE void tiles_product(float *sums, const uint16_t *x, int64_t stride, const 
 
 #ifdef WITH_PAIRS
 /* A panel's first `vectors`: like the others that say how much it is, a constant where this is used. */
-INLINE void few_pair_products(const int count, const int vectors, const int goes_on, float *out, const uint16_t *x,
+INLINE void few_pair_products(const int count, const int vectors, const int accumulate, float *out, const uint16_t *x,
                               int64_t stride, const uint16_t *panel, int64_t in) {
     panel_sums sums[MOST_ROWS];
 #pragma GCC unroll 8
     for (int r = 0; r < count; r++)
 #pragma GCC unroll 8
-        for (int v = 0; v < vectors; v++) sums[r][v] = goes_on ? load_f32(out + r * PANEL + v * LANES) : splat(0.0f);
+        for (int v = 0; v < vectors; v++) sums[r][v] = accumulate ? load_f32(out + r * PANEL + v * LANES) : splat(0.0f);
 #pragma GCC unroll 4
     for (int64_t i = 0; i < in; i += 2) bf16_step(count, vectors, sums, x + i, stride, panel + i * PANEL);
 #pragma GCC unroll 8
@@ -186,26 +187,27 @@ INLINE void few_pair_products(const int count, const int vectors, const int goes
         for (int v = 0; v < vectors; v++) store_f32(out + r * PANEL + v * LANES, sums[r][v]);
 }
 
-/* sums[row][column] of up to two tiles' rows with a panel, which go on if `goes_on`, a constant where this is used; `in` is
+/* sums[row][column] of up to two tiles' rows with a panel, which go on if `accumulate`, a constant where this is used; `in` is
  * a multiple of 8, with tiles of 32. Where there are tiles, their shapes are set for as many rows, or more. */
-INLINE void pair_products(const int goes_on, float *sums, const uint16_t *x, int64_t stride, const uint16_t *panel,
+INLINE void pair_products(const int accumulate, float *sums, const uint16_t *x, int64_t stride, const uint16_t *panel,
                           int64_t in, int64_t rows) {
 #ifdef WITH_TILES
     if (has_tiles) {
-        if (rows > TILE_ROWS) tile_product(2, goes_on, sums, x, stride, panel, in);
-        else tile_product(1, goes_on, sums, x, stride, panel, in);
+        if (rows > TILE_ROWS) tile_product(2, accumulate, sums, x, stride, panel, in);
+        else tile_product(1, accumulate, sums, x, stride, panel, in);
         return;
     }
 #endif
     int64_t row = 0;
 #ifdef WITH_SQUARES
     for (; row + SQUARE_ROWS <= rows; row += SQUARE_ROWS)
-        square_products(goes_on, (panel_sums *)(sums + row * PANEL), x + row * stride, stride, panel, in);
+        square_products(accumulate, (panel_sums *)(sums + row * PANEL), x + row * stride, stride, panel, in);
 #endif
     for (; row + ROWS_OF_PANEL <= rows; row += ROWS_OF_PANEL)
-        few_pair_products(ROWS_OF_PANEL, VECTORS, goes_on, sums + row * PANEL, x + row * stride, stride, panel, in);
+        few_pair_products(ROWS_OF_PANEL, VECTORS, accumulate, sums + row * PANEL, x + row * stride, stride, panel, in);
     for (; row + ROWS_OF_PANEL / 2 <= rows; row += ROWS_OF_PANEL / 2)
-        few_pair_products(ROWS_OF_PANEL / 2, VECTORS, goes_on, sums + row * PANEL, x + row * stride, stride, panel, in);
-    for (; row < rows; row++) few_pair_products(1, VECTORS, goes_on, sums + row * PANEL, x + row * stride, stride, panel, in);
+        few_pair_products(ROWS_OF_PANEL / 2, VECTORS, accumulate, sums + row * PANEL, x + row * stride, stride, panel, in);
+    for (; row < rows; row++)
+        few_pair_products(1, VECTORS, accumulate, sums + row * PANEL, x + row * stride, stride, panel, in);
 }
 #endif

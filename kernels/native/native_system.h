@@ -9,12 +9,12 @@
 #include <unistd.h>
 
 /* 1 + the core that this thread is on; 0: unknown. */
-static inline int64_t own_core(void) {
+static inline int64_t current_core(void) {
     extern int sched_getcpu(void); /* which headers declare for some programs alone */
     return 1 + sched_getcpu();
 }
 #else
-static inline int64_t own_core(void) { return 0; }
+static inline int64_t current_core(void) { return 0; }
 #endif
 
 #if defined(__linux__) && defined(__x86_64__)

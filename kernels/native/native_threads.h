@@ -30,7 +30,7 @@ struct workspace {
     void *at;
     size_t size;
 };
-static _Thread_local struct workspace own_memory[2];
+static _Thread_local struct workspace thread_memory[2];
 static pthread_key_t memory_keys[2]; /* free them when the thread ends */
 
 __attribute__((constructor)) static void make_keys(void) {
@@ -46,7 +46,7 @@ static inline void pause_core(void) {
 }
 
 /* Of a process's libraries, the base's of float32 owns the shared state; the others get pointers to it. */
-#define SHARED(function) void share_##function(void *given) { function = given; }
+#define SHARED(function) void share_##function(void *address) { function = address; }
 
 #ifdef SHARED_ELSEWHERE
 static void (*parallel)(int64_t threads, body run, const void *job, int64_t items, int64_t least);
@@ -71,8 +71,8 @@ static struct {
 static inline uint64_t job_of(uint64_t ticket) { return ticket >> 2 * CHUNK_BITS; }
 
 /* Run a chunk that nobody has taken, of which there is one: the next of a thread's own share, or of another. */
-static void run_chunk(int64_t own) {
-    int64_t threads = atomic_load(&pool.threads), share = own, chunk = 0;
+static void run_chunk(int64_t thread) {
+    int64_t threads = atomic_load(&pool.threads), share = thread, chunk = 0;
     while (atomic_load(&pool.taken[share][chunk]) || atomic_exchange(&pool.taken[share][chunk], 1))
         if (++chunk == pool.chunks) chunk = 0, share = (share + 1) % threads;
     int64_t first = share * pool.items / threads, count = (share + 1) * pool.items / threads - first;
@@ -82,35 +82,35 @@ static void run_chunk(int64_t own) {
 
 /* Run chunks of a job until none is left. The ticket alone says whether a chunk may be taken; the job's other fields are
  * valid until all taken chunks are finished. */
-static void share_work(uint64_t number, int64_t own) {
+static void share_work(uint64_t number, int64_t thread) {
     const uint64_t mask = ((uint64_t)1 << CHUNK_BITS) - 1;
     for (;;) {
         uint64_t ticket = atomic_load(&pool.ticket);
         uint64_t next = ticket & mask, chunks = ticket >> CHUNK_BITS & mask;
         if (job_of(ticket) != number || next >= chunks) return;
         if (!atomic_compare_exchange_weak(&pool.ticket, &ticket, ticket + 1)) continue;
-        run_chunk(own);
+        run_chunk(thread);
         atomic_fetch_add(&pool.finished, 1);
     }
 }
 
-static void *serve(void *place) {
-    uint64_t seen = 0;
+static void *serve(void *arg) {
+    uint64_t last_job = 0;
     int64_t spins = 0;
     for (;;) {
         uint64_t number = job_of(atomic_load(&pool.ticket));
-        if (number == seen && spins++ < SLEEP_SPINS) {
+        if (number == last_job && spins++ < SLEEP_SPINS) {
             pause_core();
-        } else if (number == seen) {
+        } else if (number == last_job) {
             pthread_mutex_lock(&pool.lock);
             atomic_fetch_add(&pool.sleeping, 1);
-            while (job_of(atomic_load(&pool.ticket)) == seen) pthread_cond_wait(&pool.wake, &pool.lock);
+            while (job_of(atomic_load(&pool.ticket)) == last_job) pthread_cond_wait(&pool.wake, &pool.lock);
             atomic_fetch_sub(&pool.sleeping, 1);
             pthread_mutex_unlock(&pool.lock);
         } else {
-            seen = number;
+            last_job = number;
             spins = 0;
-            if ((int64_t)(intptr_t)place < atomic_load(&pool.threads)) share_work(number, (int64_t)(intptr_t)place);
+            if ((int64_t)(intptr_t)arg < atomic_load(&pool.threads)) share_work(number, (int64_t)(intptr_t)arg);
         }
     }
     return 0;

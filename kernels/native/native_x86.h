@@ -46,13 +46,13 @@ static inline int any_lane(ivec lanes) { return _mm512_movepi32_mask((__m512i)la
 
 #define write_turned write_turned
 /* to[j][i] = given[i][j] of LANES x LANES words. */
-INLINE void write_turned(void *at, int64_t stride, const uvec *given) {
+INLINE void write_turned(void *at, int64_t stride, const uvec *src) {
     uint32_t *to = at;
     __m512i t[16], r[16];
 #pragma GCC unroll 8
     for (int i = 0; i < 16; i += 2) {
-        t[i] = _mm512_unpacklo_epi32((__m512i)given[i], (__m512i)given[i + 1]);
-        t[i + 1] = _mm512_unpackhi_epi32((__m512i)given[i], (__m512i)given[i + 1]);
+        t[i] = _mm512_unpacklo_epi32((__m512i)src[i], (__m512i)src[i + 1]);
+        t[i + 1] = _mm512_unpackhi_epi32((__m512i)src[i], (__m512i)src[i + 1]);
     }
 #pragma GCC unroll 4
     for (int i = 0; i < 16; i += 4) {
@@ -78,15 +78,15 @@ static inline vec exp2_lanes(vec v) {
     const __m512 powers = _mm512_setr_ps(1.0f, 1.04427373f, 1.09050775f, 1.13878858f, 1.18920708f, 1.24185777f, 1.29683959f,
                                          1.35425556f, 1.41421354f, 1.47682619f, 1.54221082f, 1.61049032f, 1.68179286f,
                                          1.75625217f, 1.83400810f, 1.91520655f);
-    vec shifted = v + 786432.0f, sixteenths = shifted - 786432.0f, rest = v - sixteenths; /* 1.5 * 2^23 / 16 */
+    vec shifted = v + 786432.0f, sixteenths = shifted - 786432.0f, fraction = v - sixteenths; /* 1.5 * 2^23 / 16 */
     vec power = (vec)_mm512_permutexvar_ps((__m512i)shifted, powers);
 #if defined(__AVX512BF16__) && defined(ELEMENT_BF16)
     const __m512 slopes = _mm512_setr_ps(0.6931472f, 0.7238354f, 0.7558824f, 0.7893481f, 0.8242956f, 0.8607902f, 0.8989007f,
                                          0.9386984f, 0.9802581f, 1.0236579f, 1.0689791f, 1.1163068f, 1.1657300f, 1.2173412f,
                                          1.2712375f, 1.3275200f);
-    power += (vec)_mm512_permutexvar_ps((__m512i)shifted, slopes) * rest;
+    power += (vec)_mm512_permutexvar_ps((__m512i)shifted, slopes) * fraction;
 #else
-    power += power * rest * ((rest * 0.05550411f + 0.24022651f) * rest + 0.69314718f);
+    power += power * fraction * ((fraction * 0.05550411f + 0.24022651f) * fraction + 0.69314718f);
 #endif
     return (vec)_mm512_scalef_ps((__m512)power, (__m512)sixteenths); /* times 2 to the greatest integer below */
 }

@@ -2,7 +2,7 @@
 #include "native.h"
 
 /* Values times silu(gate), or sigmoid(gate). */
-APART void NAME(gate_values)(int64_t sigmoid, float *values, const float *gate, int64_t count) {
+NOINLINE void NAME(gate_values)(int64_t sigmoid, float *values, const float *gate, int64_t count) {
     int64_t i = 0;
     for (; i + LANES <= count; i += LANES) {
         vec z = load_f32(gate + i);

@@ -4,11 +4,11 @@
 /* One over the root of the mean square of a row. */
 INLINE float NAME(inverse_rms)(const int is_wide, const void *x, int64_t hidden, float eps) {
     vec squares = splat(0.0f);
-    float rest = 0.0f;
+    float tail = 0.0f;
     int64_t i = 0;
     for (; i + LANES <= hidden; i += LANES) squares += load_at(is_wide, x, i) * load_at(is_wide, x, i);
-    for (; i < hidden; i++) rest += widen_at(is_wide, x, i) * widen_at(is_wide, x, i);
-    return 1.0f / sqrtf((sum_lanes(squares) + rest) / (float)hidden + eps);
+    for (; i < hidden; i++) tail += widen_at(is_wide, x, i) * widen_at(is_wide, x, i);
+    return 1.0f / sqrtf((sum_lanes(squares) + tail) / (float)hidden + eps);
 }
 
 /* The norm of a row, or without a weight the row itself. */

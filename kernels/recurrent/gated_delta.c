@@ -6,7 +6,7 @@
 static inline float softplus(float x) { return x > 20.0f ? x : log1pf(expf(x)); }
 
 /* A head's query or key as floats, of length `scale`. */
-APART void NAME(unit_head)(int64_t is_wide, float *to, const void *x, int64_t at, int64_t dim, float scale) {
+NOINLINE void NAME(unit_head)(int64_t is_wide, float *to, const void *x, int64_t at, int64_t dim, float scale) {
     float squares = 0.0f;
     read_floats(to, is_wide, x, at, dim);
     for (int64_t i = 0; i < dim; i++) squares += to[i] * to[i];

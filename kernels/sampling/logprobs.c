@@ -21,7 +21,7 @@ static void NAME(logprob_rows)(const void *job, int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; row++) {
         if (!(a->sampling_flags.data[row] & FLAG_LOGPROBS)) continue;
         const element *logits = (const element *)a->logits.data + row * a->logits.stride[0];
-        int64_t wanted = a->num_logprobs.data[row], tops = wanted > 0 ? least_of(wanted, width) : 0;
+        int64_t requested = a->num_logprobs.data[row], tops = requested > 0 ? least_of(requested, width) : 0;
         float *values = a->top_logprobs.data + row * width;
         int32_t *ids = a->top_ids.data + row * width;
         int64_t sampled = a->sampled.data[row];
@@ -40,24 +40,24 @@ static void NAME(logprob_rows)(const void *job, int64_t begin, int64_t end) {
             for (int64_t end_of_vector = i + LANES; i < vocab && i < end_of_vector; i++) {
                 float value = widen(logits[i]);
                 if (!(value > values[tops - 1])) continue;
-                int64_t place = tops - 1;
-                for (; place > 0 && value > values[place - 1]; place--)
-                    values[place] = values[place - 1], ids[place] = ids[place - 1];
-                values[place] = value, ids[place] = (int32_t)i;
+                int64_t rank = tops - 1;
+                for (; rank > 0 && value > values[rank - 1]; rank--)
+                    values[rank] = values[rank - 1], ids[rank] = ids[rank - 1];
+                values[rank] = value, ids[rank] = (int32_t)i;
             }
             i--;
         }
         float largest = tops ? values[0] : widen(logits[NAME(argmax)(logits, vocab)]);
         vec sums = splat(0.0f);
-        float rest = 0.0f;
+        float tail = 0.0f;
         int64_t i = 0;
         for (; i + LANES <= vocab; i += LANES) sums += exp_lanes(load(logits + i) - largest);
-        for (; i < vocab; i++) rest += expf(widen(logits[i]) - largest);
-        float total = largest + logf(sum_lanes(sums) + rest);
+        for (; i < vocab; i++) tail += expf(widen(logits[i]) - largest);
+        float total = largest + logf(sum_lanes(sums) + tail);
         int is_token = sampled >= 0 && sampled < vocab;
         a->sampled_logprob.data[row] = is_token ? widen(logits[sampled]) - total : -INFINITY;
         a->sampled_rank.data[row] = is_token ? 1 + NAME(count_before)(logits, vocab, sampled) : 0;
-        for (int64_t place = 0; place < tops; place++) values[place] -= total;
+        for (int64_t rank = 0; rank < tops; rank++) values[rank] -= total;
     }
 }
 

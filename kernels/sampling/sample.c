@@ -278,27 +278,27 @@ static inline int64_t choice(int64_t id, float largest) {
 /* The first index of the largest value, or of the first NaN. */
 static int64_t NAME(argmax)(const element *x, int64_t count) {
     vec largest = splat(-INFINITY); /* per lane, with the index of its vector */
-    ivec places = {0}, is_nan = {0};
-    int64_t found = 0, i = 0;
+    ivec indices = {0}, is_nan = {0};
+    int64_t best_id = 0, i = 0;
     for (; i + LANES <= count; i += LANES) {
         vec v = load(x + i);
         ivec beats = v > largest;
         largest = (vec)((beats & (ivec)v) | (~beats & (ivec)largest));
-        places = (beats & (int32_t)i) | (~beats & places);
+        indices = (beats & (int32_t)i) | (~beats & indices);
         is_nan |= v != v;
     }
     float best = -INFINITY;
     for (int lane = 0; lane < LANES; lane++) {
         if (is_nan[lane]) i = 0; /* look at each */
-        if (largest[lane] > best || (largest[lane] == best && places[lane] + lane < found))
-            best = largest[lane], found = places[lane] + lane;
+        if (largest[lane] > best || (largest[lane] == best && indices[lane] + lane < best_id))
+            best = largest[lane], best_id = indices[lane] + lane;
     }
     for (; i < count; i++) {
         float value = widen(x[i]);
         if (value != value) return i;
-        if (value > best) best = value, found = i;
+        if (value > best) best = value, best_id = i;
     }
-    return found;
+    return best_id;
 }
 
 #ifdef SHARED_ELSEWHERE /* a processed line is in floats, whatever the logits were */

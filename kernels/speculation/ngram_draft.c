@@ -2,7 +2,7 @@
 #include "native.h"
 
 /* The latest position before `end` whose token equals the last one; -1: none. */
-static int64_t place_before(const int32_t *line, int64_t end, int32_t token) {
+static int64_t previous_occurrence(const int32_t *line, int64_t end, int32_t token) {
     for (; end >= LANES; end -= LANES) {
         ivec same;
         int32_t any = 0;
@@ -24,17 +24,17 @@ KERNEL(ngram_draft) {
     int64_t live = live_of(a->live_rows.data, rows);
     for (int64_t row = 0; row < live; row++) {
         const int32_t *line = a->history.data + row * width;
-        int64_t last = least_of(a->positions.data[row], width - 1), best = 0, found = -1;
-        int64_t place = last > 0 ? place_before(line, last, line[last]) : -1;
-        for (; place >= 0 && best < a->ngram_max; place = place_before(line, place, line[last])) {
-            int64_t length = 1, longest = least_of(a->ngram_max, place + 1);
-            while (length < longest && line[place - length] == line[last - length]) length++;
-            if (length > best) best = length, found = place;
+        int64_t last = least_of(a->positions.data[row], width - 1), best = 0, match = -1;
+        int64_t occurrence = last > 0 ? previous_occurrence(line, last, line[last]) : -1;
+        for (; occurrence >= 0 && best < a->ngram_max; occurrence = previous_occurrence(line, occurrence, line[last])) {
+            int64_t length = 1, longest = least_of(a->ngram_max, occurrence + 1);
+            while (length < longest && line[occurrence - length] == line[last - length]) length++;
+            if (length > best) best = length, match = occurrence;
         }
-        int is_found = best >= a->ngram_min && best > 0;
-        a->num_drafts.data[row] = is_found ? (int32_t)most : 0;
-        a->match_lengths.data[row] = is_found ? (int32_t)best : 0;
-        for (int64_t i = 0; is_found && i < most; i++)
-            a->drafts.data[row * most + i] = line[found + 1 + i % (last - found)];
+        int has_match = best >= a->ngram_min && best > 0;
+        a->num_drafts.data[row] = has_match ? (int32_t)most : 0;
+        a->match_lengths.data[row] = has_match ? (int32_t)best : 0;
+        for (int64_t i = 0; has_match && i < most; i++)
+            a->drafts.data[row * most + i] = line[match + 1 + i % (last - match)];
     }
 }

@@ -31,15 +31,15 @@ KERNEL(judge_drafts) {
     const int64_t *tokens = a->ring_tokens.data + (newest % length + length) % length * ring_rows;
     int32_t *entry = a->ring_drafts.data + first * ring_rows * DRAFT_COLUMNS, active = 0;
     for (int64_t row = 0; row < live; row++) {
-        int64_t token = tokens[row], found = least_of(a->num_drafts.data[row], most);
-        int64_t verified = least_of(found, a->queries - 1);
+        int64_t token = tokens[row], num_drafts = least_of(a->num_drafts.data[row], most);
+        int64_t verified = least_of(num_drafts, a->queries - 1);
         int32_t *accepted = entry + ACCEPTED * ring_rows + row;
         if (a->index == 0) {
             entry[VERIFIED * ring_rows + row] = token != -1 ? (int32_t)verified : 0;
             *accepted = 0;
         }
         if (token == -1) continue;
-        int is_same = a->index < found && (a->index == 0 || a->index < verified) &&
+        int is_same = a->index < num_drafts && (a->index == 0 || a->index < verified) &&
                       a->drafts.data[row * most + a->index] == token;
         *accepted += is_same;
         if (a->finished.data[row]) continue;
@@ -58,7 +58,7 @@ KERNEL(settle_drafts) {
     int64_t live = live_of(a->live_rows.data, least_of(a->finished.size[0], ring_rows));
     int32_t *entry = a->ring_drafts.data + first * ring_rows * DRAFT_COLUMNS, still = 0;
     for (int64_t row = 0; row < live; row++) {
-        int64_t found = 0;
+        int64_t num_drafts = 0;
         int32_t *limit = a->draft_limit.data + row;
         if (a->finished.data[row] == PAUSED) a->finished.data[row] = 0;
         int ended = a->finished.data[row] != 0;
@@ -70,10 +70,10 @@ KERNEL(settle_drafts) {
                 *limit = (int32_t)(accepted >= verified ? least_of(2 * (int64_t)*limit, most) : lower);
             }
             int64_t room = (int64_t)a->last_position.data[row] - 1 - a->pre_step_seqlens.data[row];
-            found = least_of(least_of(a->num_drafts.data[row], *limit), room);
-            if (found < 0) found = 0;
+            num_drafts = least_of(least_of(a->num_drafts.data[row], *limit), room);
+            if (num_drafts < 0) num_drafts = 0;
         }
-        a->num_drafts.data[row] = entry[CANDIDATES * ring_rows + row] = (int32_t)found;
+        a->num_drafts.data[row] = entry[CANDIDATES * ring_rows + row] = (int32_t)num_drafts;
         entry[MATCHED * ring_rows + row] = ended ? 0 : a->match_lengths.data[row];
     }
     *a->running.data = still;
