@@ -4,10 +4,11 @@
 // as fibers in random order, and an access that nothing orders after the last write is a fault.
 //
 // Rules of a chain of kernels that start early:
-// - Before `wait_for_previous_kernel` a kernel reads constants alone, and writes no global memory.
-// - Every thread that reads or writes global memory after it has called it; every kernel calls it.
-// - `allow_next_kernel` may come first. The next kernel may then run beside this one and the one before, so that it,
-//   too, must read constants alone before its wait.
+// - Before `wait_for_previous_kernel` a kernel writes no global memory, and reads constants, or what was written before a
+//   kernel that waited before it allowed the next one.
+// - What touches other global memory has waited, or stands behind a barrier with a thread that has; every kernel waits.
+// - `allow_next_kernel` may come first. The next kernel may then run beside this one and the one before, so that for it
+//   neither counts as a kernel that waited first.
 #pragma once
 
 typedef unsigned char u8;
