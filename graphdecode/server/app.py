@@ -28,7 +28,7 @@ from graphdecode.config import ServerConfig
 from graphdecode.errors import AnswerError, shown
 from graphdecode.server.chat_completions import rendered_chat
 from graphdecode.server.endpoints import GENERATING, Endpoint, GeneratingEndpoint
-from graphdecode.server.http import BUSY, HANDLERS, HttpError, error_response, unless_disconnected
+from graphdecode.server.http import BUSY, HANDLERS, HttpError, error_response, path_below_root, unless_disconnected
 from graphdecode.server.preprocessing import Preprocessor
 from graphdecode.server.protocol import MAX_ID_LENGTH, Detokenize, LoadAdapter, Tokenize, UnloadAdapter
 from graphdecode.server.service import Service
@@ -45,6 +45,7 @@ _PAGE_HEADERS = {
 
 
 _DEV = "/sleep", "/wake_up", "/is_sleeping", "/reset_prefix_cache"
+_ADAPTERS = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 _GUARDED = "/v1", *_DEV  # paths that need a key begin with these
 
 
@@ -103,18 +104,12 @@ def check_host(hosts: Sequence[str], scope: Scope) -> None:
             raise HttpError(403, message, code="host")
 
 
-def _path_below_root(scope: Scope) -> str:
-    """Return the path by which a request is routed, as Starlette does."""
-    path, root = str(scope["path"]), str(scope.get("root_path", ""))
-    return path.removeprefix(root) if path == root or path.startswith(f"{root}/") else path
-
-
 def check_key(keys: Sequence[str], scope: Scope) -> None:
     """Refuse requests without a key to /v1, and to what controls the engine; keep its digest for `caller_of`.
 
     Comparing takes as long for a wrong key as for a right one.
     """
-    if not _path_below_root(scope).startswith(_GUARDED) or scope["method"] == "OPTIONS":
+    if not path_below_root(scope).startswith(_GUARDED) or scope["method"] == "OPTIONS":
         return
     scheme, _, key = dict(scope["headers"]).get(b"authorization", b"").partition(b" ")
     matches = [hmac.compare_digest(key.strip(), known.encode()) for known in keys]
@@ -296,8 +291,8 @@ def make_app(service: Service, *, is_alone: bool = True) -> Starlette:
         *GENERATING.items(),
         ("/tokenize", Endpoint(Tokenize, prepared_tokens, _as_json)),
         ("/detokenize", Endpoint(Detokenize, prepared_text, _as_json)),
-        ("/v1/load_lora_adapter", Endpoint(LoadAdapter, _unchanged, _load_adapter)),
-        ("/v1/unload_lora_adapter", Endpoint(UnloadAdapter, _unchanged, _unload_adapter)),
+        (_ADAPTERS[0], Endpoint(LoadAdapter, _unchanged, _load_adapter)),
+        (_ADAPTERS[1], Endpoint(UnloadAdapter, _unchanged, _unload_adapter)),
     ]
     routes = [
         Route("/v1/models", _get(all_models)),
@@ -323,7 +318,21 @@ def make_app(service: Service, *, is_alone: bool = True) -> Starlette:
         middleware.append(Middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"]))
     if service.api_keys:
         middleware.append(Middleware(Guard, check=partial(check_key, service.api_keys)))
-    return Starlette(routes=routes, middleware=middleware, exception_handlers=HANDLERS)
+    app = Starlette(routes=routes, middleware=middleware, exception_handlers=HANDLERS)
+    app.state.disabled = _disabled(config, is_alone=is_alone)
+    return app
+
+
+def _disabled(config: ServerConfig, *, is_alone: bool) -> dict[str, str]:
+    """Return the endpoints that settings turn off, and how to turn them on."""
+    disabled: dict[str, str] = {}
+    if not is_alone:
+        disabled |= dict.fromkeys(_DEV, "it is for a server of one engine")
+    elif not config.dev_endpoints:
+        disabled |= dict.fromkeys(_DEV, "[server] dev_endpoints = true in a configuration file turns it on")
+    if config.lora_folder is None:
+        disabled |= dict.fromkeys(_ADAPTERS, "[server] lora_folder turns it on")
+    return disabled
 
 
 def _get(endpoint: Callable[[Request], Response | dict[str, Any]]) -> Callable[[Request], Awaitable[Response]]:

@@ -86,7 +86,7 @@ class BatchInput:
         try:
             return BatchRequest.model_validate_json(line)
         except ValidationError as error:
-            raise ArgumentError(f"{self._path} line {number}: {problem_of(error)[0]}") from None
+            raise ArgumentError(f"{self._path} line {number}: {problem_of(error).message}") from None
 
 
 class BatchOutput:

@@ -95,9 +95,7 @@ def prepared_chat(preprocessor: Preprocessor, body: ChatCompletion) -> Prepared:
     tools = _tool_format(preprocessor, body, body.tools) if wants_tools else None
     structured = _structured(preprocessor, body, tools)
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    params = protocol.sampling_params(
-        body, preprocessor.sampling_defaults, max_tokens=body.most_tokens, logprobs=logprobs
-    )
+    params = preprocessor.sampling_params(body, max_tokens=body.most_tokens, logprobs=logprobs)
     if tools is not None and tools.is_special:
         params = params.unchecked(skip_special_tokens=False)
     rendered = rendered_chat(preprocessor, body, with_tools=wants_tools)
@@ -167,5 +165,5 @@ def _tool_format(
 def _tool_names(body: ChatCompletion) -> Iterator[str]:
     for index, tool in enumerate(body.tools or []):
         if (name := function_name(tool)) is None:
-            raise HttpError(400, f"tools[{index}] must be a function with a name", param="tools")
+            raise HttpError(400, f"tools[{index}] must be a function with a name", param=f"tools[{index}]")
         yield name

@@ -69,9 +69,9 @@ def prepared_completion(preprocessor: Preprocessor, body: Completion) -> Prepare
         raise HttpError(400, "best_of is not supported: request n outputs and choose", param="best_of")
     max_tokens = body.max_tokens if "max_tokens" in body.model_fields_set else _DEFAULT_MAX_TOKENS
     scored = body.logprobs if body.echo and body.prompt_logprobs is None else body.prompt_logprobs
-    params = protocol.sampling_params(
-        body, preprocessor.sampling_defaults, max_tokens=max_tokens, logprobs=body.logprobs, prompt_logprobs=scored
-    )
+    if body.echo and max_tokens == 0 and scored is None:
+        scored = 0  # nothing is generated only of a prompt that is scored
+    params = preprocessor.sampling_params(body, max_tokens=max_tokens, logprobs=body.logprobs, prompt_logprobs=scored)
     structured, special, prompts = structured_output_of(body), body.add_special_tokens is not False, _prompts(body)
     shared = preprocessor.tokenized_params(params, len(prompts), body, is_structured=structured is not None)
     processor, tokenized = preprocessor.input_processor, []

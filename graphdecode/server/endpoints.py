@@ -61,8 +61,8 @@ class BodyReader:
         try:
             body = self.body_type.model_validate_json(data)
         except ValidationError as error:
-            message, location, code = protocol.problem_of(error)
-            raise HttpError(400, message, param=str(location[0]) if location else None, code=code) from None
+            problem = protocol.problem_of(error)
+            raise HttpError(400, problem.message, param=problem.param, code=problem.code) from None
         unknown = check_fields(body)
         if not in_child and (body.parts > _MAX_INLINE_PARTS or getattr(body, "chat_template", None) is not None):
             return None

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
-from starlette.types import Receive
+from starlette.types import Receive, Scope
 
 from graphdecode.config import ServerConfig
 from graphdecode.engine.request import ContextLengthError
@@ -22,7 +22,7 @@ from graphdecode.errors import AnswerError, ArgumentError, GraphdecodeError, sho
 # error codes of requests, in addition to those of `Event`
 RESTARTING, REFUSED, SLEEPING, BUSY = "restarting", "refused", "sleeping", "busy"
 _STATUS = {RESTARTING: 503, SLEEPING: 503, BUSY: 409, REFUSED: 400, "form_too_complex": 400}
-_NAMED = re.compile(r"([a-z_]+)(?: (?:must|names|is|has|holds)\b|:)")
+_NAMED = re.compile(r"(([a-z_]+)(?:\[\d+\]|\.[a-z_]+)*)(?: (?:must|names|is|has|holds)\b|:)")
 LARGE_BYTES = 32 << 10  # larger bodies are parsed in a child process, so that other requests need not wait
 MAX_LARGE_BODIES = 8  # bodies of the largest size that may be in memory at a time
 T = TypeVar("T")
@@ -61,16 +61,25 @@ class HttpError(GraphdecodeError):
 
 
 def as_http_error(error: GraphdecodeError, fields: frozenset[str]) -> HttpError:
-    """Return an error as an `HttpError`; `param` is the field that its message begins with, if that is in `fields`."""
+    """Return an error as an `HttpError`.
+
+    `param` is what its message begins with, such as `messages[0].content`, if that is, or is in, one of `fields`.
+    """
     if isinstance(error, ArgumentError):
         match = _NAMED.match(str(error))
-        param = match[1] if match and match[1] in fields else None
+        param = match[1] if match and match[2] in fields else None
         code = "context_length_exceeded" if isinstance(error, ContextLengthError) else None
         return HttpError(400, str(error), param=param, code=code)
     if isinstance(error, AnswerError) and error.code in _STATUS:
         headers = {"Retry-After": "5"} if error.code == RESTARTING else None
         return HttpError(_STATUS[error.code], str(error), code=error.code, headers=headers)
     return HttpError(500, str(error))
+
+
+def path_below_root(scope: Scope) -> str:
+    """Return the path by which a request is routed, as Starlette does."""
+    path, root = str(scope["path"]), str(scope.get("root_path", ""))
+    return path.removeprefix(root) if path == root or path.startswith(f"{root}/") else path
 
 
 def error_response(error: HttpError) -> JSONResponse:
@@ -83,8 +92,10 @@ async def _handle(request: Request, error: Exception) -> Response:
         message = error.detail
         if error.status_code == 404:
             paths = (getattr(route, "path", "") for route in request.app.routes)
-            endpoints = ", ".join(path for path in dict.fromkeys(paths) if path.startswith("/v1"))
-            message = f"there is no {shown(request.url.path, plain=True)}; below /v1 there are {endpoints}"
+            disabled = getattr(request.app.state, "disabled", {})
+            enabled = [path for path in dict.fromkeys(paths) if path.startswith("/v1") and path not in disabled]
+            hint = disabled.get(path_below_root(request.scope), f"below /v1 there are {', '.join(enabled)}")
+            message = f"there is no {shown(request.url.path, plain=True)}; {hint}"
         headers = dict(error.headers or {})
         if "Allow" in headers:
             message = f"{shown(request.url.path, plain=True)} takes {headers['Allow']}, got {request.method}"

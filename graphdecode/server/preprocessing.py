@@ -9,12 +9,13 @@ from functools import cached_property
 from typing import Any
 
 from graphdecode.config import ServerConfig
+from graphdecode.config.sampling_params import MAX_OUTPUTS
 from graphdecode.engine import SamplingParams
 from graphdecode.engine.request import ContextLengthError
 from graphdecode.errors import GraphdecodeError, shown
 from graphdecode.server.http import HttpError
 from graphdecode.server.messages import EngineReady
-from graphdecode.server.protocol import Generation
+from graphdecode.server.protocol import Generation, sampling_params
 from graphdecode.text.input_processor import InputProcessor, TokenizedParams, TokenizedPrompt
 
 
@@ -56,6 +57,13 @@ class Preprocessor:
             message = f"the model {str(name)[:200]!r} does not exist; there is {served}"
             raise HttpError(404, message, param="model", code="model_not_found")
 
+    def sampling_params(self, body: Generation, **others: Any) -> SamplingParams:
+        """Return the sampling parameters of a request; see `protocol.sampling_params`."""
+        most = min(self.config.max_answers, MAX_OUTPUTS)
+        if body.n is not None and not 1 <= body.n <= most:
+            raise HttpError(400, f"n must be an integer in 1..{most}, got {body.n}", param="n")
+        return sampling_params(body, self.sampling_defaults, **others)
+
     def tokenized_params(
         self, params: SamplingParams, prompts: int, body: Generation, *, is_structured: bool
     ) -> TokenizedParams:
@@ -63,8 +71,6 @@ class Preprocessor:
         most = self.config.max_prompts
         if not 1 <= prompts <= most:
             raise HttpError(400, f"prompt must be 1..{most} prompts, got {prompts}", param="prompt")
-        if params.n > self.config.max_answers:
-            raise HttpError(400, f"n must be at most {self.config.max_answers}, got {params.n}", param="n")
         if prompts * params.n > self.max_open:
             message = (
                 f"n: {prompts} prompts with {params.n} outputs each are {prompts * params.n}, and {self.max_open} "

@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import fields, replace
 from itertools import islice
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeVar, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from graphdecode.engine import SamplingParams
-from graphdecode.errors import ArgumentError
+from graphdecode.errors import ArgumentError, shown
 from graphdecode.text.arguments import MAX_SALT_LENGTH
 
 _TEXTS = ("prompt", "messages", "tools", "bad_words", "stop", "documents", "guided_choice")
@@ -31,6 +31,23 @@ _MAX_UNKNOWN, _MAX_UNKNOWN_LENGTH = 10, 40
 _FROM_SAMPLING_PARAMS = {field.name for field in fields(SamplingParams) if field.init} - {*OTHER_TYPES}
 Listed = Annotated[list[T], Field(fail_fast=True)]  # one error, not one for each wrong element
 Salt = Annotated[str, Field(min_length=1, max_length=MAX_SALT_LENGTH)]
+_MAX_LOCATION_LENGTH = 200
+_TYPE_ERRORS = {
+    "string_type": "a string",
+    "int_type": "an integer",
+    "float_type": "a number",
+    "bool_type": "true or false",
+    "list_type": "an array",
+    **dict.fromkeys(("dict_type", "model_type"), "an object"),
+}
+_TYPES: dict[Any, str] = {  # pydantic's names of the types that a field may have
+    "str": "a string",
+    "list[str]": "an array of strings",
+    "list[int]": "an array of integers",
+    "list[list[int]]": "an array of arrays of integers",
+    "dict[str,any]": "an object",
+    "literal['none','auto','required']": "'none', 'auto' or 'required'",
+}
 MAX_ID_LENGTH = 256  # characters of a request's id
 GeneratingPath = Literal["/v1/completions", "/v1/chat/completions"]
 
@@ -224,11 +241,40 @@ def for_log(names: Iterable[str]) -> tuple[str, ...]:
     return tuple(ascii(name[:_MAX_UNKNOWN_LENGTH])[1:-1] for name in islice(names, _MAX_UNKNOWN))
 
 
-def problem_of(error: ValidationError) -> tuple[str, tuple[int | str, ...], str]:
-    """Return the first error of a body: message, location, and code."""
-    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-    location = ".".join(map(str, first["loc"]))
-    return f"{location}: {first['msg']}" if location else first["msg"], first["loc"], first["type"]
+class BodyError(NamedTuple):
+    """What is wrong with a body."""
+
+    message: str
+    param: str | None  # such as `stop[1]`
+    code: str
+
+
+def problem_of(error: ValidationError) -> BodyError:
+    """Return the first error of a body.
+
+    A field of several types has one error for each: that of the type that fits furthest counts, or all types are named.
+    """
+    errors = error.errors(include_url=False)
+    field = errors[0]["loc"][:1]
+    errors = [each for each in errors if each["loc"][:1] == field]
+    located = [(tuple(key for key in each["loc"] if key not in _TYPES), each) for each in errors]
+    location, first = max(located, key=lambda pair: (len(pair[0]), [key for key in pair[0] if isinstance(key, int)]))
+    path = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in location).removeprefix(".")
+    path = path[:_MAX_LOCATION_LENGTH]
+    types = list(dict.fromkeys(_type_of(each) for keys, each in located if keys == location))
+    if None in types:
+        message = f"{path}: {first['msg']}" if path else first["msg"]
+    else:
+        expected = " or ".join(filter(None, (", ".join(map(str, types[:-1])), types[-1])))
+        message = f"{path or 'the body'} must be {expected}, got {shown(first['input'])}"
+    return BodyError(message, path or None, first["type"])
+
+
+def _type_of(error: Any) -> str | None:
+    """Return the type that an error asks for, in JSON's words; None for an error of another kind."""
+    if error["type"] == "literal_error":
+        return str(error["ctx"]["expected"])
+    return _TYPES.get(error["loc"][-1] if error["loc"] else None) or _TYPE_ERRORS.get(error["type"])
 
 
 def sampling_params(

@@ -137,7 +137,7 @@ def _as_message(message: Any, name: str) -> dict[str, Any]:
     calls = message.get("tool_calls")
     is_complete = bool(calls) or role == "assistant"
     if "content" not in message and not is_complete:
-        raise ArgumentError(f"{name} of the role {role!r} has no `content`")
+        raise ArgumentError(f"{name}.content is missing; a message of the role {role!r} needs it")
     content = _as_text(message.get("content"), f"{name}.content", may_be_absent=is_complete)
     return {**message, "content": content} | ({"tool_calls": [_as_call(call) for call in calls]} if calls else {})
 

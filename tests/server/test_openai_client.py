@@ -339,6 +339,15 @@ def test_drafts_are_counted_under_vllms_names(served: Served, client: openai.Ope
     assert counts == sorted(counts, reverse=True)  # who accepts a draft has accepted those before it
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_prompt_alone_is_echoed(client: openai.OpenAI, stream: bool) -> None:
+    made = client.completions.create(model="demo", prompt="12+30=", max_tokens=0, echo=True, stream=stream)
+    chunks = list(made) if stream else [made]
+    assert "".join(chunk.choices[0].text for chunk in chunks) == "12+30="
+    assert chunks[-1].choices[0].finish_reason == "length"
+    assert all(chunk.choices[0].logprobs is None for chunk in chunks)
+
+
 def test_the_dashboard_asks_for_what_there_is(served: Served) -> None:
     dashboard = json.loads((Path(__file__).parents[2] / "tools" / "grafana-dashboard.json").read_text())
     asked = {
@@ -362,6 +371,9 @@ def test_a_body_that_is_no_json_is_refused(served: Served) -> None:
             assert error["type"] == "not_found_error"
             assert error["message"].startswith(f"there is no {path}; below /v1 there are /v1/models, ")
             assert "/v1/chat/completions" in error["message"]
+            assert "lora_adapter" not in error["message"]  # without lora_folder
+        asleep = http.post("/sleep").json()["error"]
+        assert (asleep["type"], "dev_endpoints" in asleep["message"]) == ("not_found_error", True)
         refused = http.get("/v1/completions")
         assert refused.status_code == 405
         assert refused.json()["error"]["message"] == "/v1/completions takes POST, got GET"

@@ -1,6 +1,7 @@
 """Every field of vLLM's, OpenAI's and llama.cpp's requests is honoured, without effect, or 400 by its name."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -274,3 +275,50 @@ def test_documents_and_an_effort_reach_the_template(preprocessor: Preprocessor) 
 def test_the_last_message_is_echoed_where_the_answer_goes_on_with_its_role(preprocessor, fields, echoed):
     asked = CHAT | {"messages": [{"role": "assistant", "content": "2"}], "echo": True} | fields
     assert prepared(preprocessor, "/v1/chat/completions", asked)[-1] == echoed
+
+
+CHATTED = {"role": "user", "content": "a"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "named", "types"),
+    [
+        ({"prompt": 5}, "prompt", ["a string", "an array of strings", "an array of integers"]),
+        ({"prompt": ["a", 5]}, "prompt[1]", ["a string"]),
+        ({"prompt": [[1], ["a"]]}, "prompt[1][0]", ["an integer"]),
+        ({"stop": 5}, "stop", ["a string", "an array of strings"]),
+        ({"stop": ["a", 5]}, "stop[1]", ["a string"]),
+        ({"logit_bias": {"3": "x"}}, "logit_bias.3", ["a number"]),
+        ({"stream_options": {"include_usage": 5}}, "stream_options.include_usage", ["true or false"]),
+        ({"messages": [CHATTED, 5]}, "messages[1]", ["an object"]),
+        ({"messages": [CHATTED, {"role": "user", "content": 5}]}, "messages[1].content", []),
+        ({"messages": [{"role": "user"}]}, "messages[0].content", []),
+        ({"messages": [{"role": "user", "content": [{"type": "x"}]}]}, "messages[0].content[0]", []),
+        ({"tools": [TOOLS[0], 5]}, "tools[1]", ["an object"]),
+        ({"tools": [TOOLS[0], {}]}, "tools[1]", []),
+        ({"tool_choice": "always"}, "tool_choice", ["'required'", "an object"]),
+    ],
+)
+def test_an_error_in_a_list_names_the_element_and_the_types_of_json(preprocessor, fields, named, types):
+    path = "/v1/chat/completions" if fields.keys() & {"messages", "tools", "tool_choice"} else "/v1/completions"
+    with pytest.raises(HttpError) as refused:
+        prepared(preprocessor, path, PLAIN[path] | fields)
+    message = str(refused.value)
+    assert refused.value.param == named
+    assert message.startswith(named)
+    assert [each for each in types if each not in message] == []
+    assert not re.search(r"list\[|dict\[|literal|\bstr\b", message)
+
+
+@pytest.mark.parametrize("n", [0, -1, 129, 1025])
+def test_every_n_out_of_range_is_refused_with_the_servers_range(preprocessor: Preprocessor, n: int) -> None:
+    with pytest.raises(HttpError, match=rf"^n must be .*1\.\.128, got {n}") as refused:
+        prepared(preprocessor, "/v1/completions", {"prompt": "a", "n": n})
+    assert (refused.value.status, refused.value.param) == (400, "n")
+
+
+def test_a_prompt_can_be_echoed_with_nothing_generated_and_no_log_probabilities(preprocessor: Preprocessor) -> None:
+    ((prompt,), *_) = prepared(preprocessor, "/v1/completions", {"prompt": "a", "max_tokens": 0, "echo": True})
+    assert prompt.params.sampling.max_tokens == 0
+    with pytest.raises(HttpError, match="max_tokens"):
+        prepared(preprocessor, "/v1/completions", {"prompt": "a", "max_tokens": 0})
