@@ -19,6 +19,7 @@ from graphdecode.kernels.linear.skinny_linear import (
     columns,
     even_bytes,
     grid_and_shared_bytes,
+    launch_skinny_linear,
     macros,
     skinny_configs,
     step_of,
@@ -172,6 +173,32 @@ def test_an_operand_that_it_does_not_take_has_a_reason(monkeypatch: pytest.Monke
         assert said in str(skinny_linear.unsupported_reason(x, weight))
     monkeypatch.setattr(skinny_linear, "unavailable_reason", lambda: "no NVRTC")
     assert skinny_linear.unsupported_reason(torch.zeros(8, 128, dtype=BFLOAT16), weight) == "no NVRTC"
+
+
+def test_a_launch_has_the_arguments_that_the_kernel_declares(monkeypatch: pytest.MonkeyPatch) -> None:
+    launches: list[tuple[Any, ...]] = []
+
+    class Recorder:
+        def launch(self, *arguments: Any, **options: Any) -> None:
+            launches.append((*arguments, options))
+
+    properties = SimpleNamespace(multi_processor_count=132, shared_memory_per_multiprocessor=228 << 10)
+    monkeypatch.setattr(skinny_linear, "unavailable_reason", lambda: None)
+    monkeypatch.setattr(skinny_linear, "loaded", lambda *_: Recorder())
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    tiles = empty_tiles(TILES["Q5_1"], 64, 512, "cpu")
+    x, out = torch.zeros(2, 520, dtype=BFLOAT16)[:, :512], torch.zeros(2, 32, dtype=BFLOAT16)
+    bias, gain = torch.zeros(64, dtype=BFLOAT16), torch.zeros(512)
+    launch_skinny_linear(out, x, tiles, bias, gain, 1e-5, "silu", 0.5, SkinnyConfig(4, 1, 1, True))
+    ((grid, threads, given, options),) = launches
+    source = (nvrtc.FOLDER / "skinny_linear.cu").read_text()
+    declared = re.search(r"\nskinny_linear\(([^)]*)\)", source)[1]  # type: ignore[index]
+    names = [re.search(r"(\w+)$", parameter.strip())[1] for parameter in declared.split(",")]  # type: ignore[index]
+    by_name = {"out": out, "x": x, "bias": bias, "gain": gain, **dict(zip(tiles._fields[:4], tiles[:4], strict=True))}
+    by_name |= {"rows": 2, "x_stride": 520, "out_stride": 32, "eps": 1e-5, "factor": 0.5}
+    for name, value in zip(names, given, strict=True):
+        assert by_name[name] is value if isinstance(value, Tensor) else by_name[name] == value, name
+    assert (grid, threads, options["starts_early"]) == ((8,), 128, True)
 
 
 def test_on_a_cpu_the_configuration_changes_nothing() -> None:
