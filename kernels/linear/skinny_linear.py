@@ -108,8 +108,13 @@ def _programs(weight: Tensor | WeightTiles, rows: int, config: SkinnyConfig) -> 
     """Return how many blocks of a multiprocessor the compiler leaves registers for, so that it spills none."""
     has_all = config.ahead * config.warps * step_of(weight) >= columns(weight)
     if isinstance(weight, WeightTiles):
-        is_widest = rows > 2 or weight.layout.has_totals
-        registers = 160 if is_widest else 128 if weight.group else 80 if has_all else 96
+        has_totals = weight.layout.has_totals
+        if has_totals and (rows > 2 or not has_all):
+            registers = 200
+        elif rows > 2 or has_totals or (weight.group > 0 and not has_all):
+            registers = 160
+        else:
+            registers = 128 if weight.group else 80 if has_all else 96
     else:
         registers = 128 if rows > 2 else 64 if has_all else 96
     return max(_REGISTERS // (registers * config.threads), 1)
