@@ -383,6 +383,38 @@ def test_what_comes_from_outside_is_loaded_by_every_command_that_reads_a_model(c
     assert "--load-module" in run_command(*command.split(), "--help").stdout
 
 
+@pytest.mark.parametrize("command", ["generate", "chat", "serve", "batch", "buckets show"])
+def test_help_shows_names_of_options_whole_in_a_narrow_terminal(command: str) -> None:
+    shown = run_command(*command.split(), "--help", COLUMNS="60").stdout
+    assert "--max-sequence-length " in shown or command == "buckets show"
+    assert "…" not in shown
+    assert ("--batch-invariant " in shown) == (command != "buckets show")
+
+
+@pytest.mark.parametrize(("text", "expected"), [('[capture]\nwhen = "startup"\n', "startup"), ("", "idle")])
+@pytest.mark.parametrize("command", [("generate", "-p"), ("chat", "--chat-template", "template")])
+def test_a_file_says_when_graphs_are_captured(command, text, expected, tmp_path, monkeypatch):
+    (tmp_path / "settings.toml").write_text(text)
+    (tmp_path / "template").write_text("{{ messages[0].content }}")
+    seen: list[EngineConfig] = []
+
+    def watched(self: LLM, *_: object, config: EngineConfig, **__: object) -> None:
+        seen.append(config)
+        raise ArgumentError("seen")
+
+    monkeypatch.setattr(LLM, "__init__", watched)
+    run(*command, "1+1=", "--model", str(model_in(tmp_path, {})), "--config", "settings.toml", folder=tmp_path)
+    assert [config.buckets.capture_when for config in seen] == [expected]
+
+
+def test_the_time_per_token_leaves_out_the_step_of_the_prompt() -> None:
+    shown = run("generate", "-p", "12+30=", "--max-tokens", "1").stderr
+    assert ("first token after" in shown, "per token" in shown) == (True, False)
+    with LLM("demo", max_batch_size=1) as llm:
+        llm.generate("12+30=", SamplingParams(max_tokens=4, ignore_eos=True), use_tqdm=False)
+        assert len(llm.stats.decode_seconds) == len(llm.stats.step_seconds) - 1 == 3
+
+
 def test_an_empty_answer_of_a_chat_model_to_a_raw_prompt_gets_a_hint(tmp_path: Path) -> None:
     folder = model_in(tmp_path, {})
     silent = ["--logit-bias", "257=1000"]  # the end of the sequence, at once

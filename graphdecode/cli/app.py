@@ -121,6 +121,7 @@ app = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # tables cut the names of options in narrow terminals
     help="A CUDA-graph-first decode runtime: capture once per bucket, replay every token.",
     epilog='Example: graphdecode generate --prompt "417+385=" --prompt "sort zebra="',
 )

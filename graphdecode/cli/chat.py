@@ -38,6 +38,7 @@ from graphdecode.cli.terminal import (
     typing_hidden,
 )
 from graphdecode.config.sampling_params import SamplingParams
+from graphdecode.config.settings import is_in_file
 from graphdecode.errors import ArgumentError, GraphdecodeError, cause
 
 if TYPE_CHECKING:
@@ -279,7 +280,8 @@ def chat(
         checkpoint = find_checkpoint(model, tokenizer, settings, overrides.get("max_sequence_length"))
         first = {"role": "user", "content": messages[0] if messages else "Hello"}
         render_chat(checkpoint.tokenizer, [first], chat_template=chat_template)
-        settings = fitted(settings, [1], None, outputs=1, trained_length=checkpoint.trained_length)
+        may_defer, length = not is_in_file(config, "capture_when"), checkpoint.trained_length
+        settings = fitted(settings, [1], None, outputs=1, trained_length=length, may_defer=may_defer)
         llm = LLM(checkpoint.path, config=settings, tokenizer=checkpoint.tokenizer, progress=True)
     with llm, collector_spared():
         params = replace(llm.default_chat_params(), **sampling_args)

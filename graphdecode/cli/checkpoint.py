@@ -41,11 +41,18 @@ def find_checkpoint(
 
 
 def fitted(
-    settings: EngineConfig, prompt_lengths: Sequence[int], max_tokens: int | None, *, outputs: int, trained_length: int
+    settings: EngineConfig,
+    prompt_lengths: Sequence[int],
+    max_tokens: int | None,
+    *,
+    outputs: int,
+    trained_length: int,
+    may_defer: bool = True,
 ) -> EngineConfig:
     """Return the settings with no more capacity and graphs than prompts of these lengths, at least one, need.
 
-    `max_tokens` is per output; None: up to the capacity.
+    `max_tokens` is per output; None: up to the capacity. `may_defer`: a CPU captures graphs while it is idle, whatever
+    `capture_when` says.
     """
     from graphdecode.models import resolve_device
 
@@ -58,5 +65,6 @@ def fitted(
         rows = buckets.ladder.bucket_for(rows)  # the configured bucket that would run
         sizes = [size for size in buckets.ladder if size <= rows]
     # not on a GPU, where the cache takes the memory that a later capture would need
-    when = "idle" if resolve_device(settings.device).type == "cpu" else buckets.capture_when
+    defers = may_defer and resolve_device(settings.device).type == "cpu"
+    when = "idle" if defers else buckets.capture_when
     return settings.with_settings(max_batch_size=rows, max_sequence_length=length, batch_sizes=sizes, capture_when=when)

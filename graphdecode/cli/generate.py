@@ -30,6 +30,7 @@ from graphdecode.cli.options import (
 )
 from graphdecode.cli.terminal import run_summary
 from graphdecode.config.sampling_params import SamplingParams
+from graphdecode.config.settings import is_in_file
 from graphdecode.errors import ArgumentError, cause
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 
 
 @with_options("sampling", (SamplingParams,), *options_of(SamplingParams))
-@with_settings("max_batch_size", "max_sequence_length", *MODEL_OPTIONS, "batch_invariant", "prefix_cache")
+@with_settings("max_batch_size", "max_sequence_length", *MODEL_OPTIONS, "prefix_cache")
 def generate(
     sampling: dict[str, Any],
     overrides: dict[str, Any],
@@ -77,7 +78,7 @@ def generate(
 
         check_record(record_batches)
     checkpoint = find_checkpoint(model, tokenizer, settings, overrides.get("max_sequence_length"))
-    settings = _sized(settings, checkpoint, texts, requested)
+    settings = _sized(settings, checkpoint, texts, requested, may_defer=not is_in_file(config, "capture_when"))
     with (
         LLM(checkpoint.path, config=settings, tokenizer=checkpoint.tokenizer, progress=True) as llm,
         collector_spared(),
@@ -103,13 +104,15 @@ def generate(
         raise typer.Exit(2)
 
 
-def _sized(settings: EngineConfig, checkpoint: ResolvedModel, texts: list[str], params: SamplingParams) -> EngineConfig:
+def _sized(
+    settings: EngineConfig, checkpoint: ResolvedModel, texts: list[str], params: SamplingParams, *, may_defer: bool
+) -> EngineConfig:
     most = params.truncate_prompt_tokens
     lengths = [len(checkpoint.tokenizer(text, verbose=False).input_ids) for text in texts]
     if most is not None and most > 0:
         lengths = [min(length, most) for length in lengths]
     outputs, length = len(texts) * params.n, checkpoint.trained_length
-    return fitted(settings, lengths, params.max_tokens, outputs=outputs, trained_length=length)
+    return fitted(settings, lengths, params.max_tokens, outputs=outputs, trained_length=length, may_defer=may_defer)
 
 
 def _collect_prompts(arguments: list[str], options: list[str], file: Path | None) -> list[str]:

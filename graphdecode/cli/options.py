@@ -50,6 +50,7 @@ MODEL_OPTIONS = (  # settings of the commands that run a model
     "tensor_parallel_size",
     "model_impl",
     "trust_remote_code",
+    "batch_invariant",
 )
 
 

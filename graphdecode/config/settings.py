@@ -361,6 +361,11 @@ def load_replica_config(path: str | Path | None, **changes: Any) -> ReplicaConfi
     return ReplicaConfig(**_section(path, REPLICAS) | changes)
 
 
+def is_in_file(path: str | Path | None, field: str) -> bool:
+    """Whether a configuration file sets a field of the configuration."""
+    return path is not None and any(field in each for each in ConfigDocument.read(path, all_keys()).values.values())
+
+
 def _section(path: str | Path | None, name: str) -> dict[str, Any]:
     return {} if path is None else ConfigDocument.read(path, all_keys()).values[name]
 

@@ -229,6 +229,8 @@ class EngineLoop:
         now, last_read = time.perf_counter(), self._last_read
         seconds = (now - max(last_read, launch.started)) / max(ran, 1)
         self.stats.step_seconds.append(seconds)
+        if not prefilled:
+            self.stats.decode_seconds.append(seconds)
         if self.prompts.budget.target_seconds:
             self.prompts.budget.record(prefilled, (now - max(last_read, since)) / max(ran, 1))
         self._last_read = now

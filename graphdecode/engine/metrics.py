@@ -49,6 +49,8 @@ class EngineStats:
     bucket_steps: Counter[int] = field(default_factory=Counter)  # bucket -> decode steps
     # times of the last decode steps: from the launch, or the previous read if later, to the read
     step_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_MAX_STEP_TIMES), repr=False)
+    # of those, the steps that computed no prompts
+    decode_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_MAX_STEP_TIMES), repr=False)
     # host times of the last launches; on a CPU, of the whole step
     launch_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_MAX_STEP_TIMES), repr=False)
     # tokens of the last steps: prompt tokens that were computed, and generated ones that were kept
@@ -101,8 +103,8 @@ class EngineStats:
         return parts
 
     def step_times(self) -> list[str]:
-        """Return the median and 99th percentile of step times as text; [] without steps."""
-        if not self.step_seconds:
+        """Return the median and 99th percentile of the times of steps without prompts as text; [] if there are none."""
+        if not self.decode_seconds:
             return []
-        p50, p99 = np.percentile(np.array(self.step_seconds) * 1000, [50, 99])
+        p50, p99 = np.percentile(np.array(self.decode_seconds) * 1000, [50, 99])
         return [f"{p50:.2f} ms per token p50, {p99:.2f} p99"]

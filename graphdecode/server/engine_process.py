@@ -192,6 +192,7 @@ class EngineProcess:
         deferred = engine.scheduler.num_deferred
         self._connection.send(messages.EngineStatus(*counts, stats, engine.adapters.stats, deferred))
         stats.step_seconds.clear()
+        stats.decode_seconds.clear()
         stats.launch_seconds.clear()
         stats.step_tokens.clear()
 

@@ -105,6 +105,8 @@ LoRARequests = LoRARequest | Sequence[LoRARequest | None] | None
 def as_params(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
     """Return parameters for each prompt; None means the defaults; see `_one_each`."""
     values, expected = SamplingParams() if params is None else params, "SamplingParams, one or a list"
+    if isinstance(values, Mapping):
+        expected = "SamplingParams, which SamplingParams(**values) makes of a dict"
     return _one_each(values, count, "sampling_params", expected, lambda each: isinstance(each, SamplingParams))
 
 
@@ -126,7 +128,7 @@ def _one_each(values: Any, count: int, name: str, expected: str, is_one: Callabl
     """Return a value for each prompt, given one for all of them or a list; raises `ArgumentError` for anything else."""
     if is_one(values):
         return [values] * count
-    items = list(values) if isinstance(values, Iterable) else [values]
+    items = list(values) if isinstance(values, Iterable) and not isinstance(values, Mapping | str) else [values]
     wrong = [item for item in items if not is_one(item)]
     if wrong:
         raise ArgumentError(f"{name} must be {expected}, got {shown(wrong[0])}")
