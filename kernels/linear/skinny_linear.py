@@ -109,7 +109,7 @@ def _programs(weight: Tensor | WeightTiles, rows: int, config: SkinnyConfig) -> 
     has_all = config.ahead * config.warps * step_of(weight) >= columns(weight)
     if isinstance(weight, WeightTiles):
         has_totals = weight.layout.has_totals
-        if has_totals and (rows > 2 or not has_all):
+        if (weight.group > 0 and rows > 2) or (has_totals and not has_all):
             registers = 200
         elif rows > 2 or has_totals or (weight.group > 0 and not has_all):
             registers = 160
