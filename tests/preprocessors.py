@@ -13,7 +13,7 @@ from graphdecode.server.messages import EngineReady
 from graphdecode.server.preprocessing import Preprocessor
 from graphdecode.text.tokenizer import load_tokenizer
 
-RULES = RequestRules(258, (257,), Capacity(256, 16, 64, 1, 16, 256), 16, SamplingCapacity())
+RULES = RequestRules(258, (257,), Capacity(256, 16, 64, 1, 16, 256), 16, SamplingCapacity(), 512)
 READY = EngineReady(RULES, 0, (1,), 0.0)
 
 

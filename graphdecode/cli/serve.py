@@ -201,6 +201,13 @@ def _run_loop(main: Coroutine[Any, Any, _Result]) -> _Result:
 
 def _print_ready(service: Service, address: str) -> None:
     print_message(f"serving {service.model_name} on {address}")
+    if service.client.ready is not None:  # engines of several replicas have processes of their own
+        rules = service.client.rules
+        limit = rules.capacity.token_limit
+        print_message(
+            f"up to {limit} tokens a sequence (a prompt: {limit - 1}), {service.max_batch_size} sequences at a time; "
+            f"{rules.length_hint}"
+        )
     path, body = "completions", {"prompt": "417+385=", "max_tokens": 16}
     if service.tokenizer.chat_template:
         path, body = "chat/completions", {"messages": [{"role": "user", "content": "Why is the sky blue?"}]}

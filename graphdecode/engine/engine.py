@@ -64,7 +64,12 @@ class Engine:
         # a token outside the vocabulary is never sampled
         eos_token_ids = tuple(token for token in named if token < self.vocab_size)
         self.rules = RequestRules(
-            self.vocab_size, eos_token_ids, self.capacity, self.cache.page_size, runner.setting.sampling_capacity
+            self.vocab_size,
+            eos_token_ids,
+            self.capacity,
+            self.cache.page_size,
+            runner.setting.sampling_capacity,
+            self.model.config.max_position_embeddings,
         )
         self.adapters = EngineAdapters(self.model.adapters, runner.write_adapter, self._holding_weights)
         self.scheduler = Scheduler(self.cache, self.adapters, max_batch_size=runner.buffers.max_batch_size)

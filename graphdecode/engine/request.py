@@ -83,6 +83,17 @@ class RequestRules:
     capacity: Capacity
     page_size: int  # tokens of a page of the cache
     sampling: SamplingCapacity  # limits of sampling parameters
+    model_max_length: int  # tokens of a sequence that the model was trained for
+
+    @property
+    def length_hint(self) -> str:
+        """What to change for longer sequences."""
+        if self.capacity.max_sequence_length >= self.model_max_length:
+            return f"the model's own limit is {self.model_max_length}"
+        return (
+            f"--max-sequence-length N (max_sequence_length) allows longer sequences, up to {self.model_max_length}, "
+            "the model's own limit"
+        )
 
     def check(self, request: Request) -> None:
         """Refuse a request that can never be served.
@@ -110,7 +121,7 @@ class RequestRules:
             raise ContextLengthError(
                 f"the prompt has {len(tokens)} tokens; with {('none', 'one token')[to_generate]} to generate, at most "
                 f"{capacity.token_limit - to_generate} fit (max_sequence_length {capacity.max_sequence_length}, "
-                f"{capacity.total_num_pages} pages of {self.page_size} tokens)"
+                f"{capacity.total_num_pages} pages of {self.page_size} tokens); {self.length_hint}"
             )
         wrong = self._beyond(tokens)
         if wrong:

@@ -100,6 +100,7 @@ class Preprocessor:
             requested = shown(body.most_tokens)
             raise ContextLengthError(
                 f"{body.length_field} is too large: {requested}. This model's maximum context length is {limit} tokens "
-                f"and your request has {length} input tokens ({requested} > {limit} - {length})"
+                f"and your request has {length} input tokens ({requested} > {limit} - {length}). "
+                f"Ask for fewer, or {self.engine.rules.length_hint}"
             )
         return tokenized

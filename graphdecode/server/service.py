@@ -81,7 +81,8 @@ class Service:
             on_events=lambda events: self.router.deliver(events),
             on_status=lambda status: self.metrics.update(status),
         )
-        most = settings.buckets.max_batch_size + config.max_waiting
+        self.max_batch_size = settings.buckets.max_batch_size
+        most = self.max_batch_size + config.max_waiting
         self.admissions = AdmissionControl(most, lambda: self.client.num_open)
         self.grammar_compiler = GrammarCompiler(self.work, self.client)
         self.router = Router(self.client, "the server was shut down")

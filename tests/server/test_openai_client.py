@@ -339,6 +339,12 @@ def test_drafts_are_counted_under_vllms_names(served: Served, client: openai.Ope
     assert counts == sorted(counts, reverse=True)  # who accepts a draft has accepted those before it
 
 
+def test_a_server_says_its_limits_when_it_starts(served: Served) -> None:
+    served.until_said("tokens a sequence")
+    (limits,) = (line for line in served.lines if "tokens a sequence" in line)
+    assert {"256", "255", "8", "512"} <= set(re.findall(r"\d+", limits))
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_prompt_alone_is_echoed(client: openai.OpenAI, stream: bool) -> None:
     made = client.completions.create(model="demo", prompt="12+30=", max_tokens=0, echo=True, stream=stream)

@@ -151,10 +151,21 @@ def test_an_output_that_cannot_fit_is_refused_in_vllms_words_and_null_is_what_fi
     with pytest.raises(HttpError) as refused:
         prepared_with(253)
     assert (refused.value.status, refused.value.param, refused.value.code) == (400, field, "context_length_exceeded")
-    assert str(refused.value) == (
+    words = (
         f"{field} is too large: 253. This model's maximum context length is 256 tokens and your request has 4 input "
-        "tokens (253 > 256 - 4)"
     )
+    assert str(refused.value).startswith(f"{words}tokens (253 > 256 - 4). ")
+
+
+@pytest.mark.parametrize("fields", [{"max_tokens": 300}, {"prompt": [50] * 256}])
+def test_a_request_that_is_too_long_is_told_the_option_and_the_models_own_limit(preprocessor, fields):
+    with pytest.raises(HttpError, match="--max-sequence-length N .*512"):
+        prepared(preprocessor, **fields)
+    rules = replace(RULES, model_max_length=256)
+    longest = replace(preprocessor, engine=preprocessor.engine._replace(rules=rules))
+    with pytest.raises(HttpError, match="own limit is 256") as refused:
+        prepared(longest, **fields)
+    assert "--max-sequence-length" not in str(refused.value)
 
 
 def test_the_longest_of_several_prompts_counts_as_it_is_truncated_and_16_tokens_are_the_default(preprocessor):

@@ -136,6 +136,8 @@ def test_a_prompt_that_is_too_long_is_an_output_with_an_error_and_one_warning(ll
 def test_wrong_parameters_are_refused_and_leave_no_prompt_behind(wrong, llm):
     with pytest.raises(ValueError, match="sampling_params"):
         llm.generate("abc", wrong)
+    with pytest.raises(ValueError, match="must be SamplingParams.*{'top_k': 3}"):
+        llm.generate("abc", {"top_k": 3})
     with pytest.raises(ValueError, match="must be SamplingParams"):
         llm.generate(["12+30=", "1+1="], [GREEDY, None])
     assert llm.num_waiting == 0
@@ -339,7 +341,7 @@ def test_printed_figures_are_a_summary_of_one_line() -> None:
 
 
 def test_stats_show_step_times_in_milliseconds() -> None:
-    stats = EngineStats(step_seconds=deque([0.9] * 99 + [2.5]))
+    stats = EngineStats(decode_seconds=deque([0.9] * 99 + [2.5]))
     assert "0 decode steps, 900.00 ms per token p50, 916.00 p99;" in str(stats)
     stats.batch_sizes[3], stats.bucket_steps[4] = 2, 2
     assert str(stats).endswith("buckets 4 x2; padding 25%")
