@@ -465,6 +465,20 @@ def test_capacity_follows_from_the_prompts(lengths, max_tokens, answers, expecte
     assert capacity(fitted(DEFAULT, [500], 128, outputs=1, trained_length=512))[1] == 512
 
 
+@pytest.mark.parametrize(
+    "command", [("generate", "-p", "1+1="), ("chat", "--chat-template", "template", "a"), ("serve", "--port", "0")]
+)
+def test_fewer_pages_than_one_sequence_needs_are_refused_with_their_number(command, tmp_path):
+    (tmp_path / "few.toml").write_text("[capacity]\ntotal_num_pages = 1\nmax_sequence_length = 256\npage_size = 32\n")
+    (tmp_path / "template").write_text("{{ messages[0].content }}")
+    refused = run(*command, "--model", "demo", "--config", "few.toml", folder=tmp_path)
+    assert refused.returncode == 2
+    needed = 5 if command[0] == "generate" else 8  # 4 tokens of the prompt and 128 of the output
+    assert f"total_num_pages must be at least {needed}" in refused.stderr
+    settings = EngineConfig(buckets=BucketConfig(total_num_pages=2, page_size=32))
+    assert fitted(settings, [4], 60, outputs=1, trained_length=TRAINED).buckets.total_num_pages == 2
+
+
 @pytest.mark.parametrize(("answers", "sizes"), [(1, (4,)), (4, (4,)), (5, (4, 8)), (9, (4, 8, 16)), (99, (4, 8, 16))])
 def test_buckets_that_were_chosen_stay_those_that_run(answers: int, sizes: tuple[int, ...]) -> None:
     chosen = EngineConfig(buckets=BucketConfig(max_batch_size=16, batch_sizes=[4, 8]))

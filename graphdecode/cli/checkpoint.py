@@ -40,6 +40,17 @@ def find_checkpoint(
     return ResolvedModel(path, load_tokenizer(source, trust_remote_code=trusted), trained_length)
 
 
+def check_pages(settings: EngineConfig, length: int) -> None:
+    """Raise ArgumentError if the cache has fewer pages than one sequence of a length needs."""
+    pages, page_size = settings.buckets.total_num_pages, settings.buckets.page_size
+    needed = -(-length // page_size)
+    if not isinstance(pages, str) and pages < needed:
+        raise ArgumentError(
+            f"total_num_pages must be at least {needed}, which one sequence of {length} tokens needs with "
+            f"page_size={page_size}, got {pages}; max_sequence_length may be smaller instead"
+        )
+
+
 def fitted(
     settings: EngineConfig,
     prompt_lengths: Sequence[int],
@@ -60,6 +71,7 @@ def fitted(
     rows, length = min(outputs, buckets.max_batch_size), min(buckets.max_sequence_length, trained_length)
     if max_tokens is not None:
         length = min(length, max(max(prompt_lengths) + max_tokens, 1))
+    check_pages(settings, length)
     sizes = buckets.batch_sizes
     if not isinstance(sizes, str):
         rows = buckets.ladder.bucket_for(rows)  # the configured bucket that would run

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from graphdecode.cli.checkpoint import find_checkpoint
+from graphdecode.cli.checkpoint import check_pages, find_checkpoint
 from graphdecode.cli.options import (
     MODEL_OPTIONS,
     ConfigOption,
@@ -76,6 +76,7 @@ def service_maker(
         from graphdecode.text.chat import read_template, render_chat
 
     checkpoint = find_checkpoint(model, tokenizer, settings)
+    check_pages(settings, min(settings.buckets.max_sequence_length, checkpoint.trained_length))
     if server_config.chat_template is not None:
         checkpoint.tokenizer.chat_template = read_template(Path(server_config.chat_template).expanduser())
         render_chat(checkpoint.tokenizer, [{"role": "user", "content": "Hello"}])  # raises if it is not a template
