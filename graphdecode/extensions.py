@@ -43,7 +43,7 @@ class EntryPoints:
     """
 
     def __init__(self, group: str, register: Callable[[str, Any], None], registry: _Registry) -> None:
-        self._group, self._register = group, register
+        self._group, self._register, self._registry = group, register, registry
         self._is_finding = self.is_found = False  # the latter: when all are loaded
         _REGISTRIES.append(registry)
 
@@ -54,14 +54,22 @@ class EntryPoints:
                 return
             self._is_finding = True
             for entry in entry_points(group=self._group):
+                loaded = None
                 try:
                     loaded = entry.load()
                     if not isinstance(loaded, ModuleType):
                         self._register(entry.name, loaded)
                 except (Exception, SystemExit) as error:  # whatever the module raises
+                    if loaded is not None and self._has(loaded):  # its module registered it
+                        continue
                     reason = " ".join(_message_of(error).split())
                     _LOG.warning("graphdecode: %s is left out: %s", _named(entry), reason)
             self.is_found = True
+
+    def _has(self, loaded: Any) -> bool:
+        """Whether an object, or an instance of it, is registered."""
+        registered = self._registry.values() if isinstance(self._registry, dict) else self._registry
+        return any(each is loaded or type(each) is loaded for each in registered)
 
 
 def load_modules(files: Sequence[str | Path]) -> None:

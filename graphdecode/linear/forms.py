@@ -58,7 +58,7 @@ def check_options(options: FormOptions, others: tuple[str, ...] = ()) -> None:
     if not candidates:
         names = dict.fromkeys((*(form.quantize for form in FORMS), *others))
         allowed = " or ".join(["None", *(repr(name) for name in names if name)])
-        raise ArgumentError(f"quantize must be {allowed}, got {options.quantize!r}; a form {BRING_YOUR_OWN}")
+        raise ArgumentError(f"quantize must be {allowed}, got {options.quantize!r}; a form or format {BRING_YOUR_OWN}")
     if all(form.unavailable_reason(options) for form in candidates):
         raise ArgumentError(f"quantize={options.quantize!r} {candidates[-1].unavailable_reason(options)}")
 

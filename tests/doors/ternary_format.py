@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from graphdecode.errors import ArgumentError
 from graphdecode.kernels.linear.quantized_linear import Numbers, QuantizedPanels, quantized_panels
 from graphdecode.kernels.linear.weight_tiles import WeightTiles, tiled
-from graphdecode.linear import Shard, Stored
-from graphdecode.linear.quantization import OnlineQuantization, QuantizationFormat, QuantizedWeight, WeightType
-from graphdecode.linear.quantization.format import PackedTensor, Read, require
+from graphdecode.linear.quantization.format import OnlineQuantization, PackedTensor, QuantizationFormat, Read, require
+from graphdecode.linear.quantization.quantized_weight import QuantizedWeight, WeightType
 from graphdecode.linear.quantization.registry import register_format
+from graphdecode.linear.weight_form import Shard, Stored
 
 VALUES = torch.tensor([-1, 0, 1, 0], dtype=torch.int8)
 
@@ -55,6 +56,8 @@ class RoundedToTernary(OnlineQuantization):
     file_format = "safetensors"
 
     def sized(self, group_size: int | None, columns: Iterable[int]) -> RoundedToTernary:
+        if group_size is not None:
+            raise ArgumentError("quantize='ternary' has a scale for each row: leave the group size out")
         return self
 
     def type_of(self, name: str, columns: int, *, is_outer: bool) -> str:

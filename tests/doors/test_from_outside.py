@@ -23,6 +23,7 @@ from graphdecode.extensions import EntryPoints, load_modules
 from graphdecode.linear import register_form
 from graphdecode.linear.forms import FORMS
 from graphdecode.linear.plain import Plain
+from graphdecode.linear.quantization.registry import FORMATS, register_format
 from graphdecode.linear.quantized_linear import Int8PanelLinear
 from graphdecode.models import register_family, register_source, resolve_model_path
 from graphdecode.models.checkpoint import Checkpoint
@@ -183,6 +184,18 @@ def test_a_module_that_is_an_entry_point_registers_by_itself(tmp_path: Path, mon
     EntryPoints("graphdecode.somewhere", lambda name, _: arguments.append(name), arguments).find()
     assert arguments == []
     assert sys.modules.pop("outside_alone").done
+
+
+def test_a_class_whose_module_registers_it_may_be_an_entry_point(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = ROOT / "tests" / "doors" / "ternary_format.py"
+    entries = {"itself": "ternary = outside_ternary:Ternary"}
+    monkeypatch.syspath_prepend(packaged(tmp_path, {"outside_ternary.py": file.read_text()}, entries))
+    EntryPoints("graphdecode.itself", lambda _, format: register_format(format), FORMATS).find()
+    assert FORMATS.pop("ternary").__module__ == "outside_ternary"
+    assert caplog.messages == []
+    del sys.modules["outside_ternary"]
 
 
 def test_threads_wait_while_entry_points_are_imported(tmp_path, monkeypatch):

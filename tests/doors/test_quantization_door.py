@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,13 +15,15 @@ from torch import Tensor
 
 from graphdecode import LLM, BucketConfig, SamplingParams
 from graphdecode.convert import quantized_copy
-from graphdecode.errors import ArgumentError
+from graphdecode.errors import ArgumentError, UnsupportedModelError
 from graphdecode.extensions import LOADED, load_modules
 from graphdecode.kernels.linear.weight_tiles import dequantized
 from graphdecode.linear import FormOptions, Shard, Stored, load_linear
 from graphdecode.linear.linear_choice import LinearTuner
 from graphdecode.linear.quantization import FORMATS, QuantizedWeight, register_format
-from graphdecode.linear.quantization.registry import online_quantizations
+from graphdecode.linear.quantization.format import PackedTensor
+from graphdecode.linear.quantization.groups import Groups
+from graphdecode.linear.quantization.registry import format_of, online_quantizations
 from graphdecode.linear.weight_form import LinearNames
 from graphdecode.models import resolve_model_path
 
@@ -101,6 +104,46 @@ def test_a_model_is_rounded_on_load_written_read_and_served(tmp_path: Path) -> N
     assert tokens_of(copy, "ternary") == tokens_of(copy, "ternary", quantize="ternary") == expected
     with pytest.raises(ArgumentError, match="'fp8'"):
         tokens_of(copy, "groups", quantize="fp8")
+
+
+def test_a_checkpoint_of_a_format_that_is_not_registered_says_where_one_comes_from() -> None:
+    with pytest.raises(UnsupportedModelError, match=r"quaternary.*ternary.*load_modules"):
+        format_of({"quantization_config": {"quant_method": "quaternary"}})
+
+
+def test_a_group_size_is_refused_by_a_format_without_groups() -> None:
+    with pytest.raises(ArgumentError, match="group size"):
+        LLM("demo", config=CONFIG, quantize="ternary", quantize_group_size=32)
+
+
+@pytest.mark.parametrize(("code", "bits"), [("nf3", 4), ("integer", 3), ("e2m1", 8), ("e4m3", 4)])
+def test_groups_of_codes_that_nothing_multiplies_are_refused(code: Any, bits: int) -> None:
+    with pytest.raises(ValueError, match=code):
+        Groups(code, bits, torch.zeros(4, 48, dtype=torch.uint8), torch.ones(4, 1), None, 96)
+
+
+def test_a_format_without_kernels_needs_no_layout_of_kernels() -> None:
+    class Ones(QuantizedWeight):
+        shape = (4, 32)
+
+        def rows(self, rows: slice) -> Ones:
+            return self
+
+        def part(self, shard: Shard) -> Ones:
+            return self
+
+        @classmethod
+        def joined(cls, parts: Sequence[Ones]) -> Ones:
+            return parts[0]
+
+        def dequantized(self) -> Tensor:
+            return torch.ones(self.shape)
+
+    out = torch.empty(4, 32)
+    PackedTensor(Stored((4, 32), "ONES"), {}, Ones).write(lambda name, part: torch.empty(0), out, None)
+    assert bool((out == 1).all())
+    with pytest.raises(NotImplementedError, match="Ones"):
+        Ones().panels()
 
 
 def test_a_registered_format_is_refused_unless_it_is_replaced() -> None:

@@ -133,7 +133,7 @@ def test_a_weight_whose_columns_int8_does_not_support_is_rounded_in_the_plain_fo
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"quantize": "int3"}, "quantize must be None or 'int8' or 'gguf', got 'int3'; a form of your own"),
+        ({"quantize": "int3"}, "quantize must be None or 'int8' or 'gguf', got 'int3'; a form or format of your own"),
         ({"batch_sizes": ()}, "batch_sizes is ()"),
         ({"batch_sizes": (0, 8)}, "batch_sizes is (0, 8)"),
     ],

@@ -25,6 +25,7 @@ Code = Literal["integer", "e4m3", "e2m1", "nf4"]
 INT4, INT8, FP8 = WeightType("INT4", 4), WeightType("INT8", 8), WeightType("FP8", 8)
 MXFP4 = WeightType("MXFP4", 4.25)
 NF4 = WeightType("NF4", 4, devices=())  # codes are no integers, and no float8
+_BITS: dict[str, tuple[int, ...]] = {"integer": (4, 8), "e4m3": (8,), "e2m1": (4,), "nf4": (4,)}  # by code
 _PART_OF_ROW = 128  # group size in tiles if all columns share a scale and there are zeros
 
 # by code; e2m1: OCP Microscaling Formats, 2023, 5.3.3; nf4: Dettmers et al., 2023 (QLoRA), appendix E
@@ -57,6 +58,11 @@ class Groups(QuantizedWeight):
     group_size: int  # columns that share a scale
     rows_of_scale: int = 1  # rows that share a scale; zeros are by row
     order: Tensor | None = None  # int32 [in_features], the input feature of each column; None: in order
+
+    def __post_init__(self) -> None:
+        if self.bits not in _BITS.get(self.code, ()):  # else it would be multiplied as another code
+            known = ", ".join(f"{code} of {' or '.join(map(str, bits))}" for code, bits in _BITS.items())
+            raise ValueError(f"there are no groups of {self.code} codes of {self.bits} bits; there are {known}")
 
     @property
     def shape(self) -> tuple[int, int]:

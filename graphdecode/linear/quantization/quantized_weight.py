@@ -108,9 +108,9 @@ class QuantizedWeight(ABC):
         """Return the weight in groups that tiles support, or None."""
         return None
 
-    @abstractmethod
     def some_panels(self) -> QuantizedPanels:
         """Return some rows of `for_panels` in panels."""
+        raise NotImplementedError(f"{type(self).__name__} has no panels")
 
     def some_tiles(self) -> WeightTiles:
         """Return some rows of `for_tiles` in tiles."""

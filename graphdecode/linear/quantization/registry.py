@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from graphdecode.errors import UnsupportedModelError, shown
-from graphdecode.extensions import EntryPoints, refuse_taken
+from graphdecode.extensions import BRING_YOUR_OWN, EntryPoints, refuse_taken
 from graphdecode.linear.quantization.awq import Awq
 from graphdecode.linear.quantization.bitsandbytes import BitsAndBytes
 from graphdecode.linear.quantization.compressed_tensors import CompressedTensors
@@ -51,7 +51,7 @@ def format_of(settings: Mapping[str, Any]) -> QuantizationFormat | None:
     if chosen is None or not isinstance(described, dict):
         raise UnsupportedModelError(
             f"quantization_config ({shown(name, plain=True)}) is not supported; supported are {', '.join(formats)}, "
-            "and plain weights"
+            f"and plain weights; a format {BRING_YOUR_OWN}"
         )
     return chosen(described)
 
