@@ -16,7 +16,7 @@ from graphdecode.engine.capacity import plan_checked_capacity
 from graphdecode.engine.engine import Engine
 from graphdecode.engine.float16 import fits_float16
 from graphdecode.engine.ranks import Command, LeadingRunner, run
-from graphdecode.engine.reload import WeightReload
+from graphdecode.engine.reload import WeightReload, damaged_tensor
 from graphdecode.engine.runner import Runner
 from graphdecode.engine.shard import describe_shard
 from graphdecode.engine.steps.step import step_maker
@@ -74,6 +74,7 @@ def load_runner(
     if settings.speculation == "model" and settings.draft_model is not None:
         draft = load(settings.draft_model, dtype=str(decoder.dtype).removeprefix("torch."))
     runner = make_runner(decoder, settings, draft=draft, ranks=ranks)
+    runner.damaged_tensor = partial(damaged_tensor, model)
     options["dtype"] = str(decoder.dtype).removeprefix("torch.")
     runner.reload = WeightReload(model, decoder, partial(load, **options), settings)
     if settings.dtype != "auto" or fits_float16(runner, model, settings, ranks):

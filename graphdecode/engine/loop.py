@@ -39,7 +39,7 @@ class EngineLoop:
     def __init__(self, scheduler: Scheduler, runner: Runner, *, target_itl_ms: float = 0.0) -> None:
         self.scheduler, self.runner = scheduler, runner
         self.stats = EngineStats()
-        self.outputs = OutputProcessor(scheduler, self.stats)
+        self.outputs = OutputProcessor(scheduler, self.stats, runner.logits_hint)
         self.prompts = PromptScheduler(scheduler, runner, self.outputs, self.stats, target_itl_ms)
         self.masks = GrammarMasks(runner)
         drafting, interval = runner.step.drafting, scheduler.cache.checkpoint_tokens

@@ -11,6 +11,7 @@ from graphdecode.engine.metrics import EngineStats
 from graphdecode.engine.request import Event, TokenLogprobs
 from graphdecode.engine.scheduler import Scheduler, Sequence
 from graphdecode.engine.steps import ENDED_BEFORE, StepLogprobs, StepTokens
+from graphdecode.kernels.sampling.sampling_slots import WITHOUT_NUMBERS
 
 log = logging.getLogger(__name__)
 
@@ -23,8 +24,8 @@ class OutputProcessor:
         ended: ids of requests that have ended; the engine empties it.
     """
 
-    def __init__(self, scheduler: Scheduler, stats: EngineStats) -> None:
-        self._scheduler, self._stats = scheduler, stats
+    def __init__(self, scheduler: Scheduler, stats: EngineStats, logits_hint: Callable[[], str]) -> None:
+        self._scheduler, self._stats, self._logits_hint = scheduler, stats, logits_hint
         self._page_size, self._checkpoint_tokens = scheduler.cache.page_size, scheduler.cache.checkpoint_tokens
         self.events: list[Event] = []
         self.ended: list[int] = []
@@ -48,7 +49,7 @@ class OutputProcessor:
             if token == ENDED_BEFORE:  # or the previous draft was rejected
                 continue
             if token < 0 or sequence.failure is not None:
-                error = sequence.fail(sequence.failure or token)
+                error = self.failed(sequence, sequence.failure or token)
                 break
             try:
                 sequence.accept(token)
@@ -86,6 +87,11 @@ class OutputProcessor:
             scores, sequence.prompt_reported = sequence.prompt_logprobs, True
         outcome = (finish_reason, sequence.stop_reason, metrics, error, scores, sequence.is_complete)
         self.events.append(Event(sequence.request_id, tokens, logprobs, *outcome, sequence.error_code))
+
+    def failed(self, sequence: Sequence, reason: int | Exception) -> str:
+        """End a sequence, see `Sequence.fail`, and return the message, with the cause if that is known."""
+        hint = self._logits_hint() if reason == WITHOUT_NUMBERS else ""
+        return sequence.fail(reason) + (hint and f"; {hint}")
 
     def fail(self, sequence: Sequence, error: Exception) -> None:
         """End one sequence with an error."""

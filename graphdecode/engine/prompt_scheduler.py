@@ -54,7 +54,7 @@ class PromptScheduler:
         for sequence in self._scheduler.prefilled(chunks):  # no token was to be generated
             sequence.finish_reason = "length"
             unknown = any(math.isnan(entry.sampled) for entry in sequence.prompt_logprobs)
-            self._outputs.emit(sequence, [], None, sequence.fail(WITHOUT_NUMBERS) if unknown else None)
+            self._outputs.emit(sequence, [], None, self._outputs.failed(sequence, WITHOUT_NUMBERS) if unknown else None)
 
     def can_mix(self, rows: int) -> bool:
         """Whether a step of some rows can take the chunks."""

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+
+import torch
 
 from graphdecode.config import EngineConfig
 from graphdecode.engine.shard import describe_shard
@@ -12,6 +15,23 @@ from graphdecode.errors import ArgumentError
 from graphdecode.models import Model, resolve_model_path
 from graphdecode.models.source import open_source
 from graphdecode.models.updates import NamedTensors, as_named_tensors, check_config, check_layout, check_stored
+
+_FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # safetensors' names
+_MAX_SEARCHED_BYTES = 8 << 30  # other requests wait meanwhile
+
+
+def damaged_tensor(model: str | Path) -> str | None:
+    """Return the name of a tensor of a model's files that has NaN; None: there is none, or they are too large."""
+    source = open_source(model)
+    stored = {name: each for name, each in source.tensors.items() if each.dtype in _FLOATS}
+    if sum(math.prod(each.shape) * _FLOATS[each.dtype].itemsize for each in stored.values()) > _MAX_SEARCHED_BYTES:
+        return None
+    for name, each in stored.items():
+        out = torch.empty(each.shape, dtype=_FLOATS[each.dtype])
+        source.read(name, out)
+        if bool(out.isnan().any()):
+            return name
+    return None
 
 
 @dataclass(frozen=True)

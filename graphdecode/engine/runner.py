@@ -118,6 +118,7 @@ class Runner:
         buffers: the step's slots.
         prompts: prefill passes, with their slots.
         reload: loads new values of the weights, in the same layout; None: the model was not loaded by name.
+        damaged_tensor: returns the name of a tensor of the model's files that has NaN; None: there is none.
         reserved: the memory of weights and cache, by tag, if it can be unmapped; else empty.
         may_repeat: whether passes can go on after one that raised; with ranks, others may be in the middle of it.
     """
@@ -125,6 +126,7 @@ class Runner:
     may_repeat = True
 
     reload: Reload | None = None
+    damaged_tensor: Callable[[], str | None] = staticmethod(lambda: None)
 
     def __init__(
         self,
@@ -156,6 +158,7 @@ class Runner:
             around=lambda shape: around(str(shape)),
         )
         self.reserved: dict[str, ReservedMemory] = {}
+        self._logits_hint: str | None = None
 
     def _run(self, shape: StepShape, batch: StepSlots, num_chunks: int | None = None) -> None:
         chunks = self.prompts.chunks(shape, num_chunks) if shape.prompt_tokens else None
@@ -241,6 +244,15 @@ class Runner:
         assert self.model.adapters is not None
         with self.device_guard():
             self.model.adapters.write(slot, adapter)
+
+    def logits_hint(self) -> str:
+        """Return why logits are not finite, as far as that is known."""
+        if self.model.dtype == torch.float16:
+            return "dtype='float32' computes what goes beyond float16's 65504"
+        if self._logits_hint is None:  # files are read once
+            name = self.damaged_tensor()
+            self._logits_hint = "" if name is None else f"{name} has NaN: the model's file is damaged"
+        return self._logits_hint
 
     def update_weights(self, weights: str | Path | NamedTensors) -> None:
         """Update the weights; see `Engine.update_weights`."""

@@ -1,9 +1,12 @@
 """A row whose logits leave no choice ends its request with an error that says why, and no other request feels it."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
+from demo_copies import demo_copy
+from safetensors.torch import load_file, save_file
 
 from graphdecode import LLM, Engine, Request, SamplingParams
 from graphdecode.engine import Event
@@ -133,3 +136,17 @@ def test_logits_out_of_range_end_a_greedy_request_too(loud: LLM) -> None:
     outputs = loud.generate(PROMPTS, [GREEDY, DRAWN, SamplingParams(temperature=0.0, logprobs=3)])
     assert [output.outputs[0].finish_reason for output in outputs] == ["error"] * 3
     assert all("NaN or +inf" in str(output.error) for output in outputs)
+
+
+def test_a_tensor_of_a_checkpoint_that_has_nan_is_named(tmp_path: Path) -> None:
+    folder = demo_copy(tmp_path / "model")
+    (file,) = folder.glob("*.safetensors")
+    tensors = load_file(file)
+    name = sorted(tensors)[3]
+    tensors[name].view(-1)[0] = torch.nan
+    save_file(tensors, file)
+    with LLM(folder, dtype="float32", max_batch_size=1, max_sequence_length=32) as damaged:
+        (output,) = damaged.generate("1+1=", GREEDY, use_tqdm=False)
+    assert output.outputs[0].finish_reason == "error"
+    assert name in str(output.error)
+    assert "float32" not in str(output.error)

@@ -87,7 +87,7 @@ _CopiedParams: Any = make_dataclass(
 # codes in place of a token
 ENDED_BEFORE = -1  # the row had ended
 NO_CHOICE = {  # no token can be sampled, and why
-    WITHOUT_NUMBERS: "a logit is NaN or +inf; dtype='float32' computes what goes beyond float16's 65504",
+    WITHOUT_NUMBERS: "a logit is NaN or +inf",
     WITHOUT_FINITE: "every token is masked: all logits are -inf",
     TOO_COLD: "the logits leave the range of float32 when they are divided by the temperature",
 }
