@@ -244,6 +244,7 @@ void Machine::_end_thread() {
     kernel.known_at_end |= t.clock.kernels;
     Cluster &cluster = kernel.clusters[block.number / kernel.cluster_size];
     cluster.live--;
+    if (t.arrived_at_cluster && t.phase_of_cluster == cluster.published.size()) cluster.arrived--;  // once
     if (cluster.live && cluster.arrived == cluster.live) _complete_cluster(cluster);
     Meeting &all = block.named[0];
     if (--block.live) {
@@ -397,9 +398,8 @@ const Words6 *Machine::gather(const Words6 &words, Site site) {
 }
 
 void Machine::_complete_cluster(Cluster &cluster) {
-    cluster.phase++;
     cluster.arrived = 0;
-    cluster.published = cluster.gathering;
+    cluster.published.push_back(cluster.gathering);
     cluster.gathering = Clock();
     _wake(cluster.waiting);
 }
@@ -411,7 +411,7 @@ void Machine::cluster_arrive(Site site) {
     Cluster &cluster = kernel.clusters[thread->block->number / kernel.cluster_size];
     if (thread->arrived_at_cluster) shadow.fault("barrier: a thread arrives twice at " + Shadow::text(site));
     thread->arrived_at_cluster = true;
-    thread->phase_of_cluster = cluster.phase;
+    thread->phase_of_cluster = cluster.published.size();
     cluster.gathering.join(thread->clock);
     _tick();
     if (++cluster.arrived == cluster.live) _complete_cluster(cluster);
@@ -423,8 +423,8 @@ void Machine::cluster_wait(Site site) {
     Cluster &cluster = kernel.clusters[thread->block->number / kernel.cluster_size];
     if (!thread->arrived_at_cluster) shadow.fault("barrier: a thread waits before it arrives at " + Shadow::text(site));
     thread->arrived_at_cluster = false;
-    while (cluster.phase == thread->phase_of_cluster) _sleep(cluster.waiting, "cluster_wait", site);
-    thread->clock.join(cluster.published);
+    while (cluster.published.size() == thread->phase_of_cluster) _sleep(cluster.waiting, "cluster_wait", site);
+    thread->clock.join(cluster.published[thread->phase_of_cluster]);
     thread->cluster_waits++;
 }
 

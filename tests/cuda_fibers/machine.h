@@ -77,8 +77,9 @@ struct Block {
 };
 
 struct Cluster {
-    u32 live, arrived = 0, phase = 0;
-    Clock gathering, published;
+    u32 live, arrived = 0;
+    Clock gathering;
+    std::vector<Clock> published;  // of each phase
     Waiting waiting;
 };
 
