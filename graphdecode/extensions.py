@@ -44,11 +44,11 @@ class EntryPoints:
 
     def __init__(self, group: str, register: Callable[[str, Any], None], registry: _Registry) -> None:
         self._group, self._register, self._registry = group, register, registry
-        self._is_finding = self.is_found = False  # the latter: when all are loaded
+        self._is_finding = self.is_loaded = False  # the latter: when all are loaded
         _REGISTRIES.append(registry)
 
     def find(self) -> None:
-        """Load the entry points, unless `is_found`; one that fails is logged and skipped."""
+        """Load the entry points, unless `is_loaded`; one that fails is logged and skipped."""
         with _LOCK:
             if self._is_finding:  # called by a module that is being imported
                 return
@@ -64,7 +64,7 @@ class EntryPoints:
                         continue
                     reason = " ".join(_message_of(error).split())
                     _LOG.warning("graphdecode: %s is left out: %s", _named(entry), reason)
-            self.is_found = True
+            self.is_loaded = True
 
     def _has(self, loaded: Any) -> bool:
         """Whether an object, or an instance of it, is registered."""
@@ -81,9 +81,9 @@ def load_modules(files: Sequence[str | Path]) -> None:
                 LOADED[path] = _imported(path)
 
 
-def refuse_taken(kind: str, name: str, is_taken: bool, replace: bool) -> None:
+def refuse_duplicate(kind: str, name: str, is_registered: bool, replace: bool) -> None:
     """Raise an ArgumentError if a name is taken, unless `replace`."""
-    if is_taken and not replace:
+    if is_registered and not replace:
         raise ArgumentError(f"{kind} {shown(name, plain=True)} is registered already; replace=True takes its place")
 
 

@@ -81,7 +81,7 @@ def run_summary(llm: LLM, outputs: Sequence[RequestOutput], load_seconds: float,
     if first:
         parts.append(f"first token after {1000 * median(first):.1f} ms")
     parts += [*llm.stats.step_times(), *llm.stats.shares(), f"{llm.graphs.backend} backend on {device_type}"]
-    reason = None if device_type == "cuda" else native.why_not()
+    reason = None if device_type == "cuda" else native.unavailable_reason()
     if reason is not None:
         parts.append(f"torch's operators ({' '.join(reason.split())})")
     else:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from graphdecode.convert.folders import CONFIG_FILE, PlainGguf, quantization_config, write_rest, write_weights
+from graphdecode.convert.folders import CONFIG_FILE, DequantizedGguf, quantization_config, write_rest, write_weights
 from graphdecode.convert.gguf_model import GgufModel
 from graphdecode.errors import ArgumentError
 from graphdecode.linear.quantization.registry import online_quantizations, weight_type
@@ -59,10 +59,10 @@ def quantized_copy(
     fitting = _format_of(quantize, file_format)
     source = open_source(model)
     if isinstance(source, Gguf):
-        source = PlainGguf(model)
+        source = DequantizedGguf(model)
     elif not isinstance(source, Checkpoint):
         raise ArgumentError(f"model {str(model)!r} is neither a checkpoint folder of safetensors nor a GGUF file")
-    path = source.path if isinstance(source, PlainGguf) else source.folder
+    path = source.path if isinstance(source, DequantizedGguf) else source.folder
     _check_out(out, path, fitting, overwrite)
     check_model(path, model_impl="native")
     config = fitted_config(source, source.config())
@@ -75,12 +75,12 @@ def quantized_copy(
         with _atomically(out) as partial:
             file.write(partial, vocabulary, counted(file.names, progress))
     else:
-        tokenizer = load_tokenizer(path, replaceable=False) if isinstance(source, PlainGguf) else None
+        tokenizer = load_tokenizer(path, replaceable=False) if isinstance(source, DequantizedGguf) else None
         with _atomically(out) as partial:
             partial.mkdir()
             write_weights(quantizing, partial, counted(names, progress))
             quantization = quantization_config(quantizing)
-            if isinstance(source, PlainGguf):
+            if isinstance(source, DequantizedGguf):
                 source.write_rest(partial, tokenizer, {"quantization_config": quantization})
             else:
                 write_rest(source, partial, quantization)
@@ -95,7 +95,7 @@ def converted_copy(
     `dtype` is that of the weights; "auto": bfloat16 for quantized blocks, else the file's own. Other arguments and
     errors are those of `quantized_copy`.
     """
-    source = PlainGguf(model, dtype)
+    source = DequantizedGguf(model, dtype)
     _check_out(out, source.path, "safetensors", overwrite)
     check_model(source.path, model_impl="native")
     config = source.config()

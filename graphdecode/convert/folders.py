@@ -29,7 +29,7 @@ _METADATA = {"format": "pt"}  # required by transformers
 _INDEX = "model.safetensors.index.json"
 
 
-class PlainGguf(Gguf):
+class DequantizedGguf(Gguf):
     """A GGUF model with its tensors dequantized to one dtype; "auto": the model's."""
 
     def __init__(self, model: str | Path, dtype: str = "auto") -> None:

@@ -67,7 +67,7 @@ def make_runner(
     share = 1.0  # share of the memory; the rest is for the draft model's cache, and other ranks on this CPU
     if draft is not None:
         target, small = (
-            sum(keys.entries * keys.head_dim for keys in each.config.kept_keys if keys is not None)
+            sum(keys.entries * keys.head_dim for keys in each.config.cached_keys if keys is not None)
             for each in (decoder, draft)
         )
         share = target / (target + small)

@@ -92,7 +92,7 @@ def plan_capacity(
     pages_per_row = -(-max_sequence_length // config.page_size)
     kv_format = kv_format_of(settings, model, dtype)
     layer_bytes = [
-        0 if keys is None else keys.entries * kv_format.entry_bytes(keys.head_dim) for keys in model.kept_keys
+        0 if keys is None else keys.entries * kv_format.entry_bytes(keys.head_dim) for keys in model.cached_keys
     ]
     token_bytes = sum(layer_bytes)
     page_bytes = token_bytes * config.page_size
@@ -133,7 +133,7 @@ def plan_capacity(
 def kv_format_of(settings: EngineConfig, model: ModelShape, dtype: torch.dtype) -> KVFormat:
     """Return the format of keys and values; an ArgumentError if the model cannot have it."""
     kv_format = format_named(settings.kv_cache_dtype, dtype)
-    if kv_format.dtype.itemsize == 1 and any(keys is not None and keys.latent_rank for keys in model.kept_keys):
+    if kv_format.dtype.itemsize == 1 and any(keys is not None and keys.latent_rank for keys in model.cached_keys):
         setting = f"kv_cache_dtype={settings.kv_cache_dtype!r}"
         raise ArgumentError(
             f"{setting} cannot be had: {model.architecture} has latent keys, which are of the model's dtype"
@@ -146,7 +146,7 @@ def _rolling_pages(
 ) -> RollingPages | None:
     """Return the rings of layers with a window; None if there are none, or a ring is no shorter than a row."""
     has_state = [state is not None for state in model.recurrent] or [False] * len(model.windows)
-    of_layers = zip(model.windows, has_state, model.kept_keys, strict=False)  # unknown so far for an adopted module
+    of_layers = zip(model.windows, has_state, model.cached_keys, strict=False)  # unknown so far for an adopted module
     layers = tuple(window >= 0 and not state and keys is not None for window, state, keys in of_layers)
     window = max((window for window, rolls in zip(model.windows, layers, strict=True) if rolls), default=0)
     # the window of a pass's first query, and the tokens that the pass writes; a mixed step's row writes one more

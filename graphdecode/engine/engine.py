@@ -128,19 +128,19 @@ class Engine:
             counts = {name: rules.counted(getattr(params, name)) for name in ("logprobs", "prompt_logprobs")}
             params = params.unchecked(**counts)
         tokens = [int(token) for token in request.prompt_token_ids]
-        stop_ids, held_back_ids = rules.stop_ids(params), rules.held_back_ids(params)
+        stop_ids, masked_only_ids = rules.stop_ids(params), rules.masked_only_ids(params)
         constraint, mask = self._constraint(request, constraint, stop_ids)
         request_id, max_length = next(self._request_ids), self.capacity.token_limit
         if params.max_tokens is not None:
             max_length = min(len(tokens) + params.max_tokens, max_length)
         sampled = params
         if constraint is not None:  # which handles min_tokens itself
-            sampled, held_back_ids = params.unchecked(min_tokens=0), ()
+            sampled, masked_only_ids = params.unchecked(min_tokens=0), ()
         sampling = RowSampling.of(
             sampled,
             seed=derived_seed(self.seed, request_id) if params.seed is None else params.seed,
             stop_ids=stop_ids,
-            held_back_ids=held_back_ids,
+            masked_only_ids=masked_only_ids,
             prompt_length=len(tokens),
             max_length=max_length,
             vocab_size=self.vocab_size,

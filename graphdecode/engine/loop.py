@@ -77,8 +77,8 @@ class EngineLoop:
             self.spares_waiting = True
             self.prompts.start()
         self.spares_waiting = True
-        goes_on = bool(self.scheduler.decoding) and self._needs_launch()
-        plan = self._plan_launch() if goes_on else None
+        can_launch = bool(self.scheduler.decoding) and self._needs_launch()
+        plan = self._plan_launch() if can_launch else None
         if plan is not None:
             launch = self.runner.launch(plan, None if plan.shape.part == "whole" else self.masks.fill)
             self.stats.launch_seconds.append(time.perf_counter() - launch.started)
@@ -90,7 +90,7 @@ class EngineLoop:
             self.stats.step_tokens.append(prefilled)
         if self.prompts.chunks:
             self.prompts.compute()
-        may_look_ahead = goes_on and not self.masks.rows
+        may_look_ahead = can_launch and not self.masks.rows
         if may_look_ahead and self._checkpoints is not None:
             may_look_ahead = 0 not in self._checkpoints.tokens_past(self._batch.sequences, self._in_flight)
         while len(self._in_flight) > (self.lookahead if may_look_ahead and self.scheduler.decoding else 0):

@@ -141,7 +141,7 @@ class RequestRules:
                 raise RequestError(f"the engine knows no text: {name} must be resolved above it, got {shown(value)}")
         if is_structured and params.allowed_token_ids is not None:
             raise RequestError("structured_outputs: not together with allowed_token_ids, for one mask holds either")
-        stop_ids = (*self.stop_ids(params), *self.held_back_ids(params))
+        stop_ids = (*self.stop_ids(params), *self.masked_only_ids(params))
         for name, count, key in (
             ("logprobs", self.counted(params.logprobs), "max_logprobs"),
             ("prompt_logprobs", self.counted(params.prompt_logprobs), "max_logprobs"),
@@ -190,7 +190,7 @@ class RequestRules:
         eos = () if params.ignore_eos else self.eos_token_ids
         return tuple(dict.fromkeys([*(params.stop_token_ids or ()), *eos]))
 
-    def held_back_ids(self, params: SamplingParams) -> tuple[int, ...]:
+    def masked_only_ids(self, params: SamplingParams) -> tuple[int, ...]:
         """Return the ignored end-of-sequence tokens, which are masked before `min_tokens` but end no output."""
         if not (params.min_tokens and params.ignore_eos):
             return ()

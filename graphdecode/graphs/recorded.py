@@ -124,14 +124,16 @@ class Recorder(StepTracer):
         self.nodes.append(Node(schema.overload, schema.overload, *caller(), tuple(arguments)))
         self.calls.append(self._call(schema, args, kwargs, result, new, [argument.alias for argument in arguments]))
         # an index may depend on integers
-        if schema.is_own and any(is_written and not tensor.is_floating_point() for _, tensor, is_written, _ in inputs):
+        if schema.is_registered and any(
+            is_written and not tensor.is_floating_point() for _, tensor, is_written, _ in inputs
+        ):
             self.calls[-1]()
 
     def _call(
         self, schema: Schema, args: tuple, kwargs: dict, result: Any, new: list[Tensor], keep_alive: list[Tensor | None]
     ) -> Callable[[], Any]:
         """Return a call that repeats an operator, and keeps no memory but the blocks and what is `held`."""
-        bound: Any = bind(schema.operator, *values_of(schema, args, kwargs)) if schema.is_own else None
+        bound: Any = bind(schema.operator, *values_of(schema, args, kwargs)) if schema.is_registered else None
         if isinstance(bound, (NativeCall, NativeSequence)):
             for call in bound.calls if isinstance(bound, NativeSequence) else [bound]:
                 call.held = keep_alive

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from graphdecode.errors import ArgumentError
-from graphdecode.extensions import BRING_YOUR_OWN, EntryPoints, refuse_taken
+from graphdecode.extensions import BRING_YOUR_OWN, EntryPoints, refuse_duplicate
 from graphdecode.linear.experts import ExpertForm, ExpertNames, ExpertPanels, ExpertTiles, PlainExperts
 from graphdecode.linear.plain import Packed, Panels, Plain
 from graphdecode.linear.quantized_linear import Int8PanelLinear, PanelLinear
@@ -31,7 +31,7 @@ def register_form(form: type[WeightForm], *, replace: bool = False) -> None:
     """
     names = {form.path, form.quantize or form.path}
     conflicts = names & {name for each in FORMS for name in (each.path, each.quantize)}
-    refuse_taken("a form", min(conflicts, default=""), bool(conflicts), replace)
+    refuse_duplicate("a form", min(conflicts, default=""), bool(conflicts), replace)
     FORMS.insert(0, form)
 
 
@@ -39,7 +39,7 @@ _OUTSIDE = EntryPoints("graphdecode.forms", lambda _, form: register_form(form),
 
 
 def _forms() -> list[type[WeightForm]]:
-    if not _OUTSIDE.is_found:
+    if not _OUTSIDE.is_loaded:
         _OUTSIDE.find()
     return FORMS
 

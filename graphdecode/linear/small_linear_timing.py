@@ -342,7 +342,7 @@ def fastest_product(
     best = race.best()[:_VARIED]
     if is_early:  # which may cost more than it brings
         race.run([varied for each in best for varied in (each._replace(prefetch=False), each._replace(pdl=False))])
-    race.run([each._replace(norms_apart=False) for each in best if each.norms_apart])
+    race.run([each._replace(separate_norm=False) for each in best if each.separate_norm])
     race.run_skinny()
     times = {"plain": plain_s} | {str(config): taken for config, taken in race.seconds.items()}
     winner = next(iter(race.best()), None)

@@ -136,7 +136,7 @@ def _check_invariance(config: ModelShape, options: FormOptions) -> None:
     if options.device.type == "cuda":
         return
     if native.library(options.dtype) is None:
-        raise ArgumentError(f"batch_invariant=True needs compiled kernels on a CPU: {native.why_not()}")
+        raise ArgumentError(f"batch_invariant=True needs compiled kernels on a CPU: {native.unavailable_reason()}")
     for head_dim in [config.head_dim, *(keys.head_dim for keys in config.layer_keys)]:
         if head_dim % native.LANES:
             multiple = f"a head_dim that is a multiple of {native.LANES}"

@@ -52,7 +52,7 @@ class ModelShape:
     integer_quantized: bool = False  # weights are quantized integers
 
     @property
-    def kept_keys(self) -> list[Keys | None]:
+    def cached_keys(self) -> list[Keys | None]:
         """The keys and values that each layer keeps, if any."""
         layers = self.num_hidden_layers
         keys = self.layer_keys or (Keys(self.num_key_value_heads, self.head_dim),) * layers

@@ -31,7 +31,7 @@ def tokens_of(batch: DecodeInputs | Chunks) -> Tokens:
     if isinstance(batch, Chunks):
         return Tokens(*batch[:4], *batch[6:], in_chunks=True)
     fields = (batch.rows, batch.pre_step_seqlens, batch.live_rows, batch.page_table)
-    states = (batch.scan_rows, batch.kept_states)
+    states = (batch.scan_rows, batch.output_state_rows)
     return Tokens(batch.tokens, *fields, batch.state_rows, batch.rolling_table, batch.adapters, *states)
 
 

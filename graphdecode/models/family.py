@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 
 from graphdecode.errors import ArgumentError, shown
-from graphdecode.extensions import BRING_YOUR_OWN, EntryPoints, refuse_taken
+from graphdecode.extensions import BRING_YOUR_OWN, EntryPoints, refuse_duplicate
 from graphdecode.linear.composite import ColumnParallelLinear
 from graphdecode.linear.experts import StackLayout
 from graphdecode.linear.weight_form import Stored
@@ -107,7 +107,7 @@ def register_family(family: Family, *, replace: bool = False) -> None:
     """
     if not isinstance(family, Family):
         raise ArgumentError(f"a family must be an object of a class that inherits from Family, got {shown(family)}")
-    refuse_taken("the family of", family.architecture, family.architecture in FAMILIES, replace)
+    refuse_duplicate("the family of", family.architecture, family.architecture in FAMILIES, replace)
     FAMILIES[family.architecture] = family
 
 
@@ -116,7 +116,7 @@ _OUTSIDE = EntryPoints("graphdecode.families", lambda _, family: register_family
 
 def known_families() -> Collection[str]:
     """Return the architectures of all families, including those of other packages."""
-    if not _OUTSIDE.is_found:
+    if not _OUTSIDE.is_loaded:
         _OUTSIDE.find()
     return FAMILIES.keys()
 

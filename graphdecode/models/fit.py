@@ -17,7 +17,7 @@ from graphdecode.models.family import HEAD, family_of
 from graphdecode.models.updates import differs
 from graphdecode.models.weight_map import WeightMap, check, parts
 
-_VALUES_AT_ONCE = 1 << 24  # of two tensors that are compared
+_CHUNK_VALUES = 1 << 24  # of two tensors that are compared
 
 
 def fitted_config(source: TensorSource, config: ModelConfig, *, ties: bool | None = None) -> ModelConfig:
@@ -52,7 +52,7 @@ def _are_equal(source: TensorSource, one: str, other: str) -> bool:
     if (weight_type(shapes[0].dtype) is None) != (weight_type(shapes[1].dtype) is None):
         return False
     rows, columns = shapes[0].shape
-    count = max(1, math.ceil(rows * columns / _VALUES_AT_ONCE))
+    count = max(1, math.ceil(rows * columns / _CHUNK_VALUES))
     for rank in range(count):
         part = Shard(rank, count, 0)
         size = (len(range(rows)[part.slices(shapes[0].shape)[0]]), columns)

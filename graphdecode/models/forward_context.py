@@ -57,7 +57,7 @@ class Tokens(NamedTuple):
     adapters: Tensor | None = None  # int32 [b], adapter slots; None: no row has one
     # set when drafts are verified, each in its own row; see `StateTokens`
     scan_rows: Tensor | None = None  # int32 [t], index into `state_rows`; None: `rows`
-    kept_states: Tensor | None = None  # int32 [t], state row for the state after each token
+    output_state_rows: Tensor | None = None  # int32 [t], state row for the state after each token
     in_chunks: bool | None = None  # whether these are prompt chunks: many tokens per row
 
     def page_table_of(self, cache: LayerCache) -> Tensor:
@@ -78,14 +78,14 @@ class Tokens(NamedTuple):
         current = self.state_rows.index_select(0, rows.clamp(0, self.state_rows.shape[0] - 1))
         before, after = (
             torch.where(is_dead, states.null_row, each).to(torch.int64)
-            for each in (current, current if self.kept_states is None else self.kept_states)
+            for each in (current, current if self.output_state_rows is None else self.output_state_rows)
         )
         is_new = (self.positions == 0) | is_dead
-        queries = 1 if self.kept_states is None else count // self.state_rows.shape[0]
+        queries = 1 if self.output_state_rows is None else count // self.state_rows.shape[0]
         width = count if self.in_chunks else queries
         for first in range(width):
             at = slice(first, count, width)
-            before_step = after[first - 1 :: width] if first and self.kept_states is not None else before[at]
+            before_step = after[first - 1 :: width] if first and self.output_state_rows is not None else before[at]
             yield StateStep(slice(begin + first, begin + count, width), before_step, after[at], is_new[at])
 
     def adapter_span(self, begin: int) -> AdapterSpan | None:
@@ -176,7 +176,7 @@ class ForwardContext:
         for span, part in self.parts():
             assert part.state_rows is not None  # the engine sets them for models with states
             rows = part.rows if part.scan_rows is None else part.scan_rows
-            yield span, StateTokens(rows, part.positions, part.live, part.state_rows, part.kept_states)
+            yield span, StateTokens(rows, part.positions, part.live, part.state_rows, part.output_state_rows)
 
     def state_steps(self, cache: LayerState) -> Iterator[StateStep]:
         """Yield the tokens in the order in which they advance a layer's recurrent states; see `Tokens.steps`."""

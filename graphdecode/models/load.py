@@ -91,7 +91,7 @@ def load_model(
         assert isinstance(config, ModelConfig)
         family, weight_map = family_of(config.architecture), checked_weight_map(source, source.name, config)
         if replaced is None:
-            _say_what_differs(source, config, stated)
+            _warn_of_differences(source, config, stated)
         quantizing = None
         if request.quantize or quantize_group_size is not None:
             quantizing = quantizing_source(source, config, options, request.quantize, quantize_group_size)
@@ -115,7 +115,7 @@ def load_model(
     return loaded
 
 
-def _say_what_differs(source: Source, config: ModelConfig, stated: ModelShape) -> None:
+def _warn_of_differences(source: Source, config: ModelConfig, stated: ModelShape) -> None:
     """Log what a configuration ties and the tensors do not, and which tensors are not read."""
     if config != stated:
         log.warning("%s: %s has values of its own, and is used although tie_word_embeddings is true", source.name, HEAD)

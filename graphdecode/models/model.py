@@ -41,7 +41,7 @@ class DecodeInputs(StepSlots):
     adapters: Annotated[Tensor | None, SlotField(("batch",), torch.int32, "no_adapter", ROWS)] = None
     # set when drafts are verified, each in its own row; see `StateTokens`
     scan_rows: Tensor | None = None  # int32 [b], index into `state_rows`; None: `rows`
-    kept_states: Tensor | None = None  # int32 [b], state row for the state after each query
+    output_state_rows: Tensor | None = None  # int32 [b], state row for the state after each query
 
 
 class Chunks(NamedTuple):

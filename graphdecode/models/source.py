@@ -7,7 +7,7 @@ from typing import Protocol, cast
 from torch import Tensor
 
 from graphdecode.errors import ArgumentError
-from graphdecode.extensions import EntryPoints, refuse_taken
+from graphdecode.extensions import EntryPoints, refuse_duplicate
 from graphdecode.linear.weight_form import TensorSource
 from graphdecode.models.checkpoint import Checkpoint
 from graphdecode.models.config import ModelConfig
@@ -46,7 +46,7 @@ def register_source(source: type[Source], *, replace: bool = False) -> None:
     Raises:
         ArgumentError: the name is taken, and `replace` is False.
     """
-    refuse_taken("a source", source.__name__, any(each.__name__ == source.__name__ for each in SOURCES), replace)
+    refuse_duplicate("a source", source.__name__, any(each.__name__ == source.__name__ for each in SOURCES), replace)
     SOURCES.insert(0, source)
 
 
@@ -58,7 +58,7 @@ def open_source(model: str | Path, replaced: Mapping[str, Tensor] | None = None)
 
     `replaced`: tensors that replace some of the source's; see `ReplacedTensors`.
     """
-    if not _OUTSIDE.is_found:
+    if not _OUTSIDE.is_loaded:
         _OUTSIDE.find()
     source = next(source for source in SOURCES if source.opens(model))(model)
     return cast(Source, ReplacedTensors(source, replaced)) if replaced else source

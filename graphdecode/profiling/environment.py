@@ -25,7 +25,8 @@ def describe_environment(device: torch.device | str) -> dict[str, str | int | fl
     """
     device = torch.device(device)
     on_gpu = device.type == "cuda"
-    has_kernels = native.why_not() is None if native.LOADED else native.is_expected(None)  # a report compiles nothing
+    # a report compiles nothing
+    has_kernels = native.unavailable_reason() is None if native.LOADED else native.is_expected(None)
     cpu = _cpu_fields()
     name = torch.cuda.get_device_name(device) if on_gpu else cpu.get("model name")
     facts: dict[str, str | int | float] = {

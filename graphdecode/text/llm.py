@@ -256,13 +256,13 @@ class LLM:
         lora_requests, calls = as_lora_requests(lora_request, len(prompts)), []
         for each in dict.fromkeys(filter(None, lora_requests)):
             self.engine.adapters.load_once(each.lora_name, each.lora_path)
-        for prompt, own_params, rank, request in zip(prompts, params, priorities, lora_requests, strict=True):
+        for prompt, request_params, rank, request in zip(prompts, params, priorities, lora_requests, strict=True):
             adapter = None if request is None else request.lora_name
             call = partial(self.input_processor.process, priority=rank, adapter=adapter)
             if isinstance(prompt, RenderedChat):
-                calls.append(partial(call, prompt.text, prompt.ending(own_params), token_ids=prompt.token_ids))
+                calls.append(partial(call, prompt.text, prompt.ending(request_params), token_ids=prompt.token_ids))
             else:
-                calls.append(partial(call, prompt.prompt, own_params, cache_salt=prompt.cache_salt))
+                calls.append(partial(call, prompt.prompt, request_params, cache_salt=prompt.cache_salt))
         return calls
 
     def _generated(self, parents: list[ParentRequest], use_tqdm: bool) -> list[RequestOutput]:

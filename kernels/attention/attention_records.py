@@ -15,7 +15,7 @@ from ..native.optional_triton import triton
 from ..native.registration import Float32
 from .attention_tile import LOG2_E, PLAN_HEADER, PLAN_TILE, cache_bytes, compute_dtype
 
-_HEADS_AT_ONCE = 4  # of one program that appends
+_CHUNK_HEADS = 4  # of one program that appends
 
 
 class Pages(NamedTuple):
@@ -111,7 +111,7 @@ class RopeMeta(NamedTuple):
         """Return the constants for a layer and its cache."""
         norms_all = rope.q_norm is not None and rope.q_norm.shape[0] > k_cache.shape[-1]
         is_fp8 = k_cache.dtype.is_floating_point and k_cache.itemsize == 1
-        return cls(rope.cos_sin.shape[-1], _HEADS_AT_ONCE, rope.q_norm is not None, norms_all, is_fp8, **of_lines)
+        return cls(rope.cos_sin.shape[-1], _CHUNK_HEADS, rope.q_norm is not None, norms_all, is_fp8, **of_lines)
 
 
 class Logits(NamedTuple):

@@ -71,22 +71,22 @@ def _down_kernel(
         wait_and_trigger()
     part = tl.program_id(1)
     token, slots = _block_of(tokens, count, TOKENS)
-    places = tl.arange(0, RANK_BLOCK)
+    ranks = tl.arange(0, RANK_BLOCK)
     for first in range(tl.program_id(2), TOKENS, tl.num_programs(2)):
         slot, rank = _adapter_of(first, slots, tokens, TOKENS)
         if rank > 0:
-            own, used = (slots == slot)[:, None], (places < rank)[None, :]
-            rows = down + ((slot * PARTS + part) * RANK + places[None, :]) * in_features
+            is_slot, used = (slots == slot)[:, None], (ranks < rank)[None, :]
+            rows = down + ((slot * PARTS + part) * RANK + ranks[None, :]) * in_features
             total = tl.zeros((TOKENS, RANK_BLOCK), tl.float32)
             for begin in range(0, in_features, BLOCK):
                 columns = begin + tl.arange(0, BLOCK)
                 inside = columns < in_features
                 values = tl.load(
-                    x + token[:, None] * x_stride + columns[None, :], mask=own & inside[None, :], other=0.0
+                    x + token[:, None] * x_stride + columns[None, :], mask=is_slot & inside[None, :], other=0.0
                 )
                 weights = tl.load(rows + columns[:, None], mask=used & inside[:, None], other=0.0)
                 total = tl.dot(values, weights, total, input_precision="ieee")
-            tl.store(inner + (token[:, None] * PARTS + part) * RANK + places[None, :], total, mask=own & used)
+            tl.store(inner + (token[:, None] * PARTS + part) * RANK + ranks[None, :], total, mask=is_slot & used)
 
 
 # One program takes a block of tokens and a block of outputs: for each adapter in the block it reads rank rows of `up`
@@ -105,10 +105,10 @@ def _up_kernel(
     for first in range(tl.program_id(2), TOKENS, tl.num_programs(2)):
         slot, rank = _adapter_of(first, slots, tokens, TOKENS)
         if rank > 0:
-            own = slots == slot
-            there = own[:, None] & (columns < out_features)[None, :]
+            is_slot = slots == slot
+            mask = is_slot[:, None] & (columns < out_features)[None, :]
             at = out + token[:, None] * out_stride + columns[None, :]
-            total = tl.load(at, mask=there, other=0.0).to(tl.float32)
+            total = tl.load(at, mask=mask, other=0.0).to(tl.float32)
             begin = 0
             for part in tl.static_range(PARTS):
                 if ids is None:
@@ -116,23 +116,23 @@ def _up_kernel(
                     rows = token * PARTS + part
                 else:
                     end = out_features
-                    rows = tl.load(ids + token, mask=own, other=0)
+                    rows = tl.load(ids + token, mask=is_slot, other=0)
                     rows = slot * vocab + tl.where((rows >= 0) & (rows < vocab), rows, 0)
                 here = (columns >= begin) & (columns < end)
                 for start in range(0, tl.where((block < end) & (block + BLOCK > begin), rank, 0), RANKS):
-                    places = start + tl.arange(0, RANKS)
-                    used = places < rank
+                    ranks = start + tl.arange(0, RANKS)
+                    used = ranks < rank
                     values = tl.load(
-                        inner + rows[:, None] * RANK + places[None, :], mask=own[:, None] & used[None, :], other=0.0
+                        inner + rows[:, None] * RANK + ranks[None, :], mask=is_slot[:, None] & used[None, :], other=0.0
                     ).to(tl.float32)
                     weights = tl.load(
-                        up + (slot * RANK + places[:, None]) * out_features + columns[None, :],
+                        up + (slot * RANK + ranks[:, None]) * out_features + columns[None, :],
                         mask=used[:, None] & here[None, :],
                         other=0.0,
                     )
                     total = tl.dot(values * scale, weights.to(tl.float32), total, input_precision="ieee")
                 begin = end
-            tl.store(at, total.to(out.dtype.element_ty), mask=there)
+            tl.store(at, total.to(out.dtype.element_ty), mask=mask)
 
 
 def _add_up(

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-_ROWS_AT_ONCE = 4096  # rows packed at a time, which bounds scratch memory
+_CHUNK_ROWS = 4096  # rows packed at a time, which bounds scratch memory
 
 
 class Code(NamedTuple):
@@ -84,8 +84,8 @@ def _spans_in_words(codes: Tensor, span: int, count: int) -> Tensor:
     """Return words int16 [columns / span / count, rows, span] of `count` spans each."""
     rows, columns = codes.shape
     words = torch.empty(columns // (span * count), rows, span, dtype=torch.int16, device=codes.device)
-    for begin in range(0, rows, _ROWS_AT_ONCE):
-        some = codes[begin : begin + _ROWS_AT_ONCE]
+    for begin in range(0, rows, _CHUNK_ROWS):
+        some = codes[begin : begin + _CHUNK_ROWS]
         parts = some.view(len(some), -1, count, span).int()
         shifts = torch.arange(0, 16, 16 // count, dtype=torch.int32, device=codes.device)
         whole = (parts << shifts[:, None]).sum(2, dtype=torch.int32)
@@ -119,7 +119,7 @@ class _Format(NamedTuple):
 
     def of(self, value: float) -> int:
         """Return the bits of a float twice, as in a register."""
-        return _both(int(torch.tensor(value, dtype=self.dtype).view(torch.int16)) & 0xFFFF)
+        return _both_halves(int(torch.tensor(value, dtype=self.dtype).view(torch.int16)) & 0xFFFF)
 
 
 _FORMATS = {
@@ -146,14 +146,14 @@ class _Listing:
     def masked(self, source: str, mask: int, other: str | int, table: int = _AND_OR) -> str:
         """Return a register with `source & mask`, combined with `other`."""
         target = self._new()
-        given = other if isinstance(other, str) else f"0x{other:08x}"
-        self._lines.append(f"lop3.b32 {target}, {source}, 0x{mask:08x}, {given}, 0x{table:02x};")
+        operand = other if isinstance(other, str) else f"0x{other:08x}"
+        self._lines.append(f"lop3.b32 {target}, {source}, 0x{mask:08x}, {operand}, 0x{table:02x};")
         return target
 
     def multiply_add(self, target: str, source: str, factor: int, addend: str | int, form: _Format) -> None:
         """Write `source * factor + addend`."""
-        given = addend if isinstance(addend, str) else self._constant(addend)
-        self._lines.append(f"fma.rn.{form.name}x2 {target}, {source}, {self._constant(factor)}, {given};")
+        operand = addend if isinstance(addend, str) else self._constant(addend)
+        self._lines.append(f"fma.rn.{form.name}x2 {target}, {source}, {self._constant(factor)}, {operand};")
 
     def _constant(self, bits: int) -> str:
         name = f"c{bits:08x}"
@@ -193,20 +193,20 @@ def assembly(code: str, dtype: torch.dtype, tile: int = 0) -> str:
     return str(listing)
 
 
-def _both(bits: int) -> int:
+def _both_halves(bits: int) -> int:
     return bits << 16 | bits
 
 
 def _integer(listing: _Listing, span: int, words: str, high: str, tile: int, kind: Code, form: _Format) -> None:
     """Put an integer into a mantissa so that its lowest bit counts 1; subtract the excess and the zero."""
     base = 1 << (4 if kind.bits == 4 else kind.bits) if form.name == "bf16" else 1 << form.mantissa
-    place = form.mantissa - (base.bit_length() - 1)  # of the lowest bit
-    put = listing.masked(listing.shifted(words, place - 4 * span), _both(15 << place), form.of(base))
+    bit = form.mantissa - (base.bit_length() - 1)  # of the lowest bit
+    put = listing.masked(listing.shifted(words, bit - 4 * span), _both_halves(15 << bit), form.of(base))
     if kind.spans_of_high:
         width = kind.bits - 4
         at = (tile * kind.per_word + span) % kind.spans_of_high * width
-        moved = listing.shifted(high, place + 4 - at)
-        put = listing.masked(moved, _both((1 << width) - 1 << place + 4), put)
+        moved = listing.shifted(high, bit + 4 - at)
+        put = listing.masked(moved, _both_halves((1 << width) - 1 << bit + 4), put)
     assert kind.zero is not None
     listing.multiply_add(f"${span}", put, form.of(1.0), form.of(-float(base + kind.zero)), form)
 
@@ -215,11 +215,11 @@ def _byte(listing: _Listing, span: int, words: str, form: _Format) -> None:
     """Append the seven lower bits to 128; subtract 128, or 256 if the exponent includes the sign bit."""
     moved = listing.shifted(words, -8 * span)
     if form.name == "bf16":
-        low = listing.masked(moved, _both(0x7F), form.of(128.0))
-        sign = listing.masked(moved, _both(0x80), form.of(128.0))
+        low = listing.masked(moved, _both_halves(0x7F), form.of(128.0))
+        sign = listing.masked(moved, _both_halves(0x80), form.of(128.0))
         listing.multiply_add(f"${span}", sign, form.of(-1.0), low, form)
     else:  # flipping the sign makes it excess 128, and all eight bits fit
-        put = listing.masked(moved, _both(0xFF), form.of(1024.0) ^ _both(0x80), _AND_XOR)
+        put = listing.masked(moved, _both_halves(0xFF), form.of(1024.0) ^ _both_halves(0x80), _AND_XOR)
         listing.multiply_add(f"${span}", put, form.of(1.0), form.of(-1152.0), form)
 
 
@@ -227,8 +227,8 @@ def _float(listing: _Listing, span: int, words: str, bits: int, form: _Format) -
     """Put exponent and mantissa in place, and correct the bias by a product, which keeps subnormals right."""
     mantissa, bias = (3, 7) if bits == 8 else (1, 1)
     begin = bits * span  # first bit of the code in the word
-    place = form.mantissa - mantissa
-    magnitude = (1 << bits - 1) - 1 << place
-    put = listing.masked(listing.shifted(words, place - begin), _both(magnitude), 0)
-    put = listing.masked(listing.shifted(words, 16 - bits - begin), _both(0x8000), put)
+    bit = form.mantissa - mantissa
+    magnitude = (1 << bits - 1) - 1 << bit
+    put = listing.masked(listing.shifted(words, bit - begin), _both_halves(magnitude), 0)
+    put = listing.masked(listing.shifted(words, 16 - bits - begin), _both_halves(0x8000), put)
     listing.multiply_add(f"${span}", put, form.of(2.0 ** (form.bias - bias)), form.of(-0.0), form)

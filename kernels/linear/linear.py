@@ -22,7 +22,7 @@ from ..native.registration import Wide, Written, operator
 _CONVERTED = 1 << 20  # weight values converted at a time, which stay in the cache until they are multiplied
 
 
-def plain_product(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+def torch_product(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     """Multiply with torch's own product; see `linear`."""
     if out.dtype == x.dtype and bias is not None:
         torch.addmm(bias, x, weight.t(), out=out)
@@ -49,7 +49,7 @@ def linear(out: Written[Wide], x: Tensor, weight: Tensor, bias: Tensor | None = 
         weight: [out_features, in_features], of x's dtype.
         bias: [out_features] or None.
     """
-    plain_product(out, x, weight, bias)
+    torch_product(out, x, weight, bias)
 
 
 PANEL = 32
@@ -84,7 +84,7 @@ def native_linear(out: Written[Wide], x: Tensor, panels: Tensor, bias: Tensor | 
         bias: [out_features] or None.
     """
     weight = panels.transpose(1, 2).flatten(2).flatten(0, 1)[: out.shape[1], : x.shape[1]].to(x.dtype)
-    plain_product(out, x, weight, bias)
+    torch_product(out, x, weight, bias)
 
 
 def can_gate(panels: Tensor, out_features: int) -> bool:
@@ -113,7 +113,7 @@ def gated_linear(
     """
     weight = panels.transpose(1, 2).flatten(2).flatten(0, 1)[:, : x.shape[1]]
     gate_up = torch.empty(x.shape[0], weight.shape[0], dtype=torch.float32, device=x.device)
-    plain_product(gate_up, x, weight, bias)
+    torch_product(gate_up, x, weight, bias)
     gated(out, gate_up, activation)
 
 
@@ -124,8 +124,8 @@ _PACKED_PRODUCT: Any = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
 
 def can_pack(weight: Tensor) -> bool:
     """Whether oneDNN can pack this weight: fp32 or bf16, on a CPU that it and torch support."""
-    is_there = _PACK is not None and _PACKED_PRODUCT is not None and torch.backends.mkldnn.is_available()
-    return is_there and weight.is_cpu and weight.dtype in (torch.float32, torch.bfloat16)
+    is_available = _PACK is not None and _PACKED_PRODUCT is not None and torch.backends.mkldnn.is_available()
+    return is_available and weight.is_cpu and weight.dtype in (torch.float32, torch.bfloat16)
 
 
 def pack(weight: Tensor) -> Tensor:

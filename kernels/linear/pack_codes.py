@@ -51,8 +51,8 @@ def _plane(codes: Tensor, bits: int) -> Tensor:
     """Return the words of a number of bits [panels, blocks, places, 32], lowest bits first."""
     eights = codes.view(torch.int64).view(*codes.shape[:2], -1, 2, 8 // bits, PANEL // 8)  # codes stay in their bytes
     halves = eights[..., 0, :]
-    for place in range(1, 8 // bits):
-        halves = halves | eights[..., place, :] << (place * bits)
+    for index in range(1, 8 // bits):
+        halves = halves | eights[..., index, :] << (index * bits)
     words = halves.contiguous().view(torch.uint8)
     return (words[..., 1, :].to(torch.int16) << 8 | words[..., 0, :]).flatten(2)
 
@@ -63,14 +63,14 @@ def codes_of(panels: Tensor) -> Tensor:
     bits = words * 16 // (BLOCK * PANEL)
     low = _low_bits(bits)
     stored = panels.int()
-    codes = _places(stored[..., : low * 64], low)
+    codes = _unpack_fields(stored[..., : low * 64], low)
     if low < bits:
-        codes |= _places(stored[..., low * 64 :], bits - low) << low
-    by_place = codes.view(num_panels, blocks, BLOCK // 2, 2, PANEL // 2, 2).permute(0, 3, 4, 1, 2, 5)
-    return by_place.reshape(num_panels * PANEL, blocks * BLOCK)
+        codes |= _unpack_fields(stored[..., low * 64 :], bits - low) << low
+    by_field = codes.view(num_panels, blocks, BLOCK // 2, 2, PANEL // 2, 2).permute(0, 3, 4, 1, 2, 5)
+    return by_field.reshape(num_panels * PANEL, blocks * BLOCK)
 
 
-def _places(words: Tensor, bits: int) -> Tensor:
+def _unpack_fields(words: Tensor, bits: int) -> Tensor:
     shifts = torch.arange(0, 16, bits, dtype=torch.int32)[:, None]
     in_word = words.view(*words.shape[:2], -1, 1, PANEL) >> shifts & ((1 << bits) - 1)
     return in_word.view(*words.shape[:2], BLOCK, PANEL)

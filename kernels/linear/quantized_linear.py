@@ -125,10 +125,10 @@ def dequantized_panels(weight: QuantizedPanels) -> Tensor:
 
 def _numbers(values: Tensor, factors: Tensor | None) -> Tensor:
     """Return scales or minima [panels, groups, 32] with their factors as [panels * 32, groups, 1]."""
-    found = values.float()
+    numbers = values.float()
     if factors is not None:
-        found *= factors.float().repeat_interleave(values.shape[1] // factors.shape[1], dim=1)
-    return found.transpose(1, 2).flatten(0, 1)[..., None]
+        numbers *= factors.float().repeat_interleave(values.shape[1] // factors.shape[1], dim=1)
+    return numbers.transpose(1, 2).flatten(0, 1)[..., None]
 
 
 def are_blocks_of(weight: QuantizedPanels, in_features: int) -> bool:

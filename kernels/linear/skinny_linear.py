@@ -146,7 +146,7 @@ def macros(
     """Return what a launch's code is compiled for."""
     is_gated = epilogue in ACTIVATIONS
     most_rows = _sizes(x.shape[0], weight, config, is_normed=is_normed, is_gated=is_gated).most_rows
-    found: dict[str, int | str] = {
+    constants: dict[str, int | str] = {
         "SET_WARPS": config.warps,
         "SET_TILES": config.tiles,
         "SET_AHEAD": config.ahead,
@@ -161,10 +161,10 @@ def macros(
         "SET_EPILOGUE": epilogue.upper(),
     }
     if isinstance(weight, Tensor):
-        return found | {"SET_STEP": step_of(weight)}
+        return constants | {"SET_STEP": step_of(weight)}
     tiled = (weight.code.upper(), weight.words.shape[2], weight.group, weight.step)
     kinds = (_NUMBERS[weight.scales.dtype][0], _SECONDS[weight.second_kind])
-    return found | {"SET_TILED": ",".join(map(str, (*tiled, *kinds)))}
+    return constants | {"SET_TILED": ",".join(map(str, (*tiled, *kinds)))}
 
 
 def grid_and_shared_bytes(

@@ -28,7 +28,7 @@ from ..model.act_mul import ACTIVATIONS, activated, gated
 from ..native.optional_triton import prefetch, tl, triton, wait_and_trigger
 from ..native.registration import Float32, OneOf, Written, operator
 from ..norm.rms_norm import normed, rms_norm
-from .linear import plain_product
+from .linear import torch_product
 from .skinny_linear import MOST_ROWS as SKINNY_ROWS
 from .skinny_linear import SkinnyConfig, launch_skinny_linear, skinny_configs, step_of, unsupported_reason
 from .weight_tiles import TileLayout, WeightTiles
@@ -54,7 +54,7 @@ _LEAST_NORMED_ROWS = 16  # of the weight: each program reads x and the gain, 6 b
 # (block_n, num_warps) for quantized weights by the rows of an activation tile, without and with a norm before the
 # product, which each block computes; the columns follow from the weight's kind
 TILED_TILES = {8: ((32, 2), (128, 8)), 16: ((64, 4), (128, 8)), 32: ((128, 8),) * 2, 64: ((128, 8),) * 2}
-_ROWS_WHERE_TIGHT = 32  # rows of a tile if sums of activations, or scales of many groups, also need registers
+_ROWS_UNDER_PRESSURE = 32  # rows of a tile if sums of activations, or scales of many groups, also need registers
 _SMALL_GROUP = 32
 _SUM_COLUMNS = 512  # columns of tensor memory (compute capability 10), 128 lanes wide
 TILED_STAGES = 3  # steps in flight; two if registers are short
@@ -76,12 +76,12 @@ class SmallLinearConfig(NamedTuple):
     pdl: bool = False  # whether it starts before the previous kernel ends (sm_90 and later)
     block_m: int = TILE_ROWS  # activation rows of a tensor-core tile
     prefetch: bool = True  # with pdl, whether it prefetches some of the weight before it waits
-    norms_apart: bool = False  # whether a norm before it is a separate launch
+    separate_norm: bool = False  # whether a norm before it is a separate launch
 
     def __str__(self) -> str:
         rows = f" of {self.block_m} rows" if self.block_m > TILE_ROWS else ""
         tail = (", early start" if self.prefetch else ", early start without prefetch") if self.pdl else ""
-        tail += ", normed apart" if self.norms_apart else ""
+        tail += ", normed apart" if self.separate_norm else ""
         return (
             f"{self.kind} {self.block_n}x{self.block_k}{rows}, {self.splits} splits, {self.num_warps} warps, "
             f"{self.num_stages} stages{tail}"
@@ -132,13 +132,13 @@ def candidates(
     if rows <= GEMV_ROWS:
         least = _LEAST_NORMED_ROWS if is_normed else 1
         tiles += [("gemv", TILE_ROWS, *tile) for tile in GEMV_TILES[itemsize] if tile[0] >= least]
-    found: dict[SmallLinearConfig, int] = {}  # -> programs
+    programs_of: dict[SmallLinearConfig, int] = {}  # -> programs
     for kind, block_m, block_n, block_k, num_warps, num_stages in tiles:
         blocks = -(-out_features // block_n) * -(-rows // block_m)
         for splits in (1, *(_split(in_features, block_k, blocks, waves * units) for waves in _WAVES)):
             config = SmallLinearConfig(kind, block_n, block_k, splits, num_warps, num_stages, block_m=block_m)
-            found[config._replace(norms_apart=is_normed and block_m > TILE_ROWS)] = blocks * splits
-    return [config for config, programs in found.items() if 8 * programs >= 7 * units] or list(found)
+            programs_of[config._replace(separate_norm=is_normed and block_m > TILE_ROWS)] = blocks * splits
+    return [config for config, programs in programs_of.items() if 8 * programs >= 7 * units] or list(programs_of)
 
 
 def fixed_config(out_features: int, in_features: int, itemsize: int, pdl: bool = False) -> SmallLinearConfig:
@@ -173,7 +173,7 @@ def tiled_config(
             needs more cannot be launched. On 12 the compiler spills if groups are small and rows many.
     """
     is_tight = layout.has_totals or (major == 12 and layout.group == _SMALL_GROUP)
-    most_rows = _ROWS_WHERE_TIGHT if is_tight else max(TILED_TILES)
+    most_rows = _ROWS_UNDER_PRESSURE if is_tight else max(TILED_TILES)
     if major == 10:
         groups = layout.step // layout.group if layout.group else 1
         columns_of_row = groups * (1 + layout.has_totals) + 2  # and those of the previous step, scaled and unscaled
@@ -218,7 +218,7 @@ class ProductMeta(NamedTuple):
     BLOCK_K: int
     EVEN_K: bool
     SPLIT: bool
-    AT_ONCE: int
+    IN_FLIGHT: int
     EPILOGUE: str
     RANGE: float
     STAGES: int = 1
@@ -265,17 +265,17 @@ def _write(out, acc, old, m, rows, block, out_stride, sizes, META: tl.constexpr)
         gate, up = tl.split(pairs)
         acc = activated(gate, EPILOGUE) * up
         n = block * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
-    kept = (n < sizes.width)[:, None] & (m < rows)[None, :]
-    place = m[None, :] * out_stride + n[:, None]
-    tl.store(out + place, acc.to(out.dtype.element_ty), mask=kept)
+    mask = (n < sizes.width)[:, None] & (m < rows)[None, :]
+    offsets = m[None, :] * out_stride + n[:, None]
+    tl.store(out + offsets, acc.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def old_values(out, m, rows, block, width, out_stride, BLOCK_N: tl.constexpr):
     """Return the values that a block's result is added to."""
     n = block * BLOCK_N + tl.arange(0, BLOCK_N)
-    place = m[None, :] * out_stride + n[:, None]
-    return tl.load(out + place, mask=(n < width)[:, None] & (m < rows)[None, :], other=0.0).to(tl.float32)
+    offsets = m[None, :] * out_stride + n[:, None]
+    return tl.load(out + offsets, mask=(n < width)[:, None] & (m < rows)[None, :], other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -310,16 +310,16 @@ def finish(
 ):
     """Write a program's sums; if the columns are split, the last program to arrive adds the parts."""
     BLOCK_N: tl.constexpr = META.BLOCK_N
-    AT_ONCE: tl.constexpr = META.AT_ONCE
+    IN_FLIGHT: tl.constexpr = META.IN_FLIGHT
     if META.SPLIT:
         across = blocks * (BLOCK_N + 1)
         plane = tl.cast(rows, tl.int64) * across
         m_rows = m * across
-        place = m_rows[None, :] + (block * BLOCK_N + tl.arange(0, BLOCK_N))[:, None]
-        own = partial + tl.program_id(2) * plane
-        tl.store(own + place, acc, mask=(m < rows)[None, :], cache_modifier=".cg")
+        element_offsets = m_rows[None, :] + (block * BLOCK_N + tl.arange(0, BLOCK_N))[:, None]
+        program_partial = partial + tl.program_id(2) * plane
+        tl.store(program_partial + element_offsets, acc, mask=(m < rows)[None, :], cache_modifier=".cg")
         if IS_NORMED:
-            tl.store(own + m_rows + blocks * BLOCK_N + block, squares, mask=m < rows, cache_modifier=".cg")
+            tl.store(program_partial + m_rows + blocks * BLOCK_N + block, squares, mask=m < rows, cache_modifier=".cg")
         tl.debug_barrier()  # all threads have stored before the counter is incremented
         counter = counters + tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
         if tl.atomic_add(counter, 1, sem="acq_rel") == splits - 1:
@@ -327,15 +327,15 @@ def finish(
                 old = old_values(out, m, rows, block, sizes.width, out_stride, BLOCK_N)
             total = tl.zeros_like(acc)
             total_squares = tl.zeros_like(squares)
-            for first in range(0, splits, AT_ONCE):
-                for near in tl.static_range(AT_ONCE):  # all loads are in flight before the first is added
+            for first in range(0, splits, IN_FLIGHT):
+                for near in tl.static_range(IN_FLIGHT):  # all loads are in flight before the first is added
                     split = first + near
-                    there = m < tl.where(split < splits, rows, 0)
+                    row_mask = m < tl.where(split < splits, rows, 0)
                     part = partial + split * plane
-                    total += tl.load(part + place, mask=there[None, :], other=0.0, cache_modifier=".cg")
+                    total += tl.load(part + element_offsets, mask=row_mask[None, :], other=0.0, cache_modifier=".cg")
                     if IS_NORMED:
                         at = part + m_rows + blocks * BLOCK_N + block
-                        total_squares += tl.load(at, mask=there, other=0.0, cache_modifier=".cg")
+                        total_squares += tl.load(at, mask=row_mask, other=0.0, cache_modifier=".cg")
             total = _sums(total, total_squares, offsets, sizes, META, IS_NORMED, HAS_BIAS)
             _write(out, total, old, m, rows, block, out_stride, sizes, META)
             tl.store(counter, 0)  # ready for the next product
@@ -354,12 +354,12 @@ def _load_row(x, row, x_stride, k, end, EVEN_K: tl.constexpr):
 
 
 @triton.jit
-def activations(x_rows, gain, squares, there, k, depth, RANGE: tl.constexpr, EVEN_K: tl.constexpr):
+def activations(x_rows, gain, squares, row_mask, k, depth, RANGE: tl.constexpr, EVEN_K: tl.constexpr):
     """Return columns k of rows of x, times the gain if any, and the updated sums of squares."""
     if EVEN_K:
-        a = tl.load(x_rows, mask=there, other=0.0)
+        a = tl.load(x_rows, mask=row_mask, other=0.0)
     else:
-        a = tl.load(x_rows, mask=there & (k < depth)[None, :], other=0.0)
+        a = tl.load(x_rows, mask=row_mask & (k < depth)[None, :], other=0.0)
     if gain is not None:
         wide = a.to(tl.float32)
         squares += wide * wide
@@ -394,7 +394,7 @@ def dot_linear_kernel(
         offsets += tl.load(bias + row).to(tl.float32)
     if PDL:
         wait_and_trigger()
-    there = (m < rows)[:, None]
+    row_mask = (m < rows)[:, None]
     x_rows = x + m.to(tl.int64)[:, None] * sizes.x_stride + k[None, :]
     w_rows = w_begin[:, None] + k[None, :]
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
@@ -407,7 +407,7 @@ def dot_linear_kernel(
             w = tl.load(w_rows + at, eviction_policy="evict_first")
         else:
             w = tl.load(w_rows + at, mask=(at + k < end)[None, :], other=0.0, eviction_policy="evict_first")
-        a, squares = activations(x_rows + at, gain, squares, there, at + k, end, META.RANGE, META.EVEN_K)
+        a, squares = activations(x_rows + at, gain, squares, row_mask, at + k, end, META.RANGE, META.EVEN_K)
         acc = tl.dot(w, tl.trans(a), acc, input_precision="ieee")
     finish(
         out, partial, counters, acc, tl.sum(squares, axis=1), offsets, old, m, rows, block, tl.num_programs(1), width,
@@ -484,14 +484,14 @@ EPILOGUES = OneOf(("store", "add", *ACTIVATIONS))
 PREFETCH_BYTES = 64 << 10  # per program: two per multiprocessor then prefetch 4 us of reading at 4 TB/s
 PREFETCH_BYTES_IN_ALL = 24 << 20  # per launch: half of an L2 cache of 50 MB
 LINE_BYTES = 128
-_PARTS_AT_ONCE = 8  # partial sums in flight, limited by registers:
+_PARTS_IN_FLIGHT = 8  # partial sums in flight, limited by registers:
 _PART_REGISTERS = 32  # per thread
 FP16_RANGE = 1 / 16  # multiplies gains whose products could leave the range of fp16
 
 
-def parts_at_once(sums: int, num_warps: int) -> int:
+def parts_in_flight(sums: int, num_warps: int) -> int:
     """Return how many partial sums are loaded at a time if columns are split."""
-    return min(max(32 * num_warps * _PART_REGISTERS // sums, 1), _PARTS_AT_ONCE)
+    return min(max(32 * num_warps * _PART_REGISTERS // sums, 1), _PARTS_IN_FLIGHT)
 
 
 def lines_ahead(block_n: int, row_bytes: int, num_warps: int) -> tuple[int, int]:
@@ -528,7 +528,7 @@ def small_linear_triton(out, x, weight, bias, gain, partial, counters, eps, epil
         BLOCK_K=block_k,
         EVEN_K=is_even,
         SPLIT=splits > 1,
-        AT_ONCE=parts_at_once(block_n * tile_rows, num_warps),
+        IN_FLIGHT=parts_in_flight(block_n * tile_rows, num_warps),
         EPILOGUE=epilogue,
         RANGE=FP16_RANGE if is_dot and x.dtype == torch.float16 else 1.0,
         STAGES=1 if is_dot else num_stages,
@@ -562,12 +562,12 @@ def _small_linear(
     config: SmallLinearConfig,
 ) -> None:
     """Compute with torch operators; the configuration is not used. See `small_linear`."""
-    given = x if gain is None else normed(x, gain, eps).to(x.dtype)
+    normed_x = x if gain is None else normed(x, gain, eps).to(x.dtype)
     if epilogue == "store":
-        plain_product(out, given, weight, bias)
+        torch_product(out, normed_x, weight, bias)
         return
     product = torch.empty((x.shape[0], weight.shape[0]), dtype=out.dtype, device=out.device)
-    plain_product(product, given, weight, bias)
+    torch_product(product, normed_x, weight, bias)
     write_epilogue(out, product, epilogue, scale)
 
 
@@ -618,7 +618,7 @@ def small_linear(
         raise ValueError(f"x has {rows} rows; the gemv kernel takes 1..{GEMV_ROWS}")
     if config.kind == "skinny" and rows > SKINNY_ROWS:
         raise ValueError(f"x has {rows} rows; the skinny kernel takes 1..{SKINNY_ROWS}")
-    if gain is not None and config.norms_apart:
+    if gain is not None and config.separate_norm:
         once = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         rms_norm(once, x, gain, eps)
         x, gain = once, None

@@ -32,7 +32,7 @@ from .small_linear import (
     lines_ahead,
     old_values,
     partial_sums,
-    parts_at_once,
+    parts_in_flight,
     should_prefetch,
     write_epilogue,
 )
@@ -43,103 +43,103 @@ from .weight_tiles import WeightTiles, columns_of, dequantized
 def _dequantized_bits(words, high, ASSEMBLY: tl.constexpr, PER_WORD: tl.constexpr, PER_HIGH: tl.constexpr):
     """Dequantize a tile's codes to the bits of 16-bit floats: one int16 tensor per span, in order."""
     if PER_WORD == 2:
-        found = tl.inline_asm_elementwise(ASSEMBLY, "=r,=r,r", [words], (tl.int16, tl.int16), True, 2)
+        result = tl.inline_asm_elementwise(ASSEMBLY, "=r,=r,r", [words], (tl.int16, tl.int16), True, 2)
     elif PER_HIGH == 0:
-        found = tl.inline_asm_elementwise(
+        result = tl.inline_asm_elementwise(
             ASSEMBLY, "=r,=r,=r,=r,r", [words], (tl.int16, tl.int16, tl.int16, tl.int16), True, 2
         )
     else:
-        found = tl.inline_asm_elementwise(
+        result = tl.inline_asm_elementwise(
             ASSEMBLY, "=r,=r,=r,=r,r,r", [words, high], (tl.int16, tl.int16, tl.int16, tl.int16), True, 2
         )
-    return found
+    return result
 
 
 @triton.jit
 def _words(at, COUNT: tl.constexpr):
     """Return adjacent words."""
     if COUNT == 1:
-        found = (tl.load(at), 0)
+        result = (tl.load(at), 0)
     elif COUNT == 2:
-        found = (tl.load(at), tl.load(at + 1))
+        result = (tl.load(at), tl.load(at + 1))
     elif COUNT == 3:
-        found = (tl.load(at), tl.load(at + 1), tl.load(at + 2))  # type: ignore[assignment]
+        result = (tl.load(at), tl.load(at + 1), tl.load(at + 2))  # type: ignore[assignment]
     elif COUNT == 4:
-        found = (tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3))  # type: ignore[assignment]
+        result = (tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3))  # type: ignore[assignment]
     else:
-        found = (  # type: ignore[assignment]
+        result = (  # type: ignore[assignment]
             tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3),
             tl.load(at + 4), tl.load(at + 5), tl.load(at + 6), tl.load(at + 7),
         )  # fmt: skip
-    return found
+    return result
 
 
 @triton.jit
-def _number(words, PLACE: tl.constexpr, KIND: tl.constexpr):
+def _number(words, INDEX: tl.constexpr, KIND: tl.constexpr):
     """Return one of the numbers in words of 8, 16 or 32 bits, as fp32."""
     if KIND == "float32":
-        found = words[PLACE].to(tl.float32, bitcast=True)
+        result = words[INDEX].to(tl.float32, bitcast=True)
     elif KIND == "float16":
-        half = words[PLACE // (words[0].dtype.primitive_bitwidth // 16)]
+        half = words[INDEX // (words[0].dtype.primitive_bitwidth // 16)]
         if words[0].dtype == tl.int32:
-            half = (half >> 16 * (PLACE % 2)).to(tl.int16)
-        found = half.to(tl.float16, bitcast=True).to(tl.float32)
+            half = (half >> 16 * (INDEX % 2)).to(tl.int16)
+        result = half.to(tl.float16, bitcast=True).to(tl.float32)
     elif KIND == "bfloat16":
         if words[0].dtype == tl.int32:
-            wide = words[PLACE // 2] << 16 if PLACE % 2 == 0 else words[PLACE // 2] & -65536
+            wide = words[INDEX // 2] << 16 if INDEX % 2 == 0 else words[INDEX // 2] & -65536
         else:
-            wide = words[PLACE].to(tl.int32) << 16
-        found = wide.to(tl.float32, bitcast=True)
+            wide = words[INDEX].to(tl.int32) << 16
+        result = wide.to(tl.float32, bitcast=True)
     elif KIND == "int8":
-        found = ((words[PLACE // 4] << 24 - 8 * (PLACE % 4)) >> 24).to(tl.float32)
+        result = ((words[INDEX // 4] << 24 - 8 * (INDEX % 4)) >> 24).to(tl.float32)
     else:
         if words[0].dtype == tl.int32:
-            byte = words[PLACE // 4] >> 8 * (PLACE % 4) & 255
+            byte = words[INDEX // 4] >> 8 * (INDEX % 4) & 255
         elif words[0].dtype == tl.int16:
-            byte = words[PLACE // 2].to(tl.int32) >> 8 * (PLACE % 2) & 255
+            byte = words[INDEX // 2].to(tl.int32) >> 8 * (INDEX % 2) & 255
         else:
-            byte = words[PLACE].to(tl.int32) & 255
+            byte = words[INDEX].to(tl.int32) & 255
         if KIND == "exponent":  # exponent 0 is subnormal
-            found = tl.maximum(byte << 23, 1 << 22).to(tl.float32, bitcast=True)
+            result = tl.maximum(byte << 23, 1 << 22).to(tl.float32, bitcast=True)
         else:
-            found = byte.to(tl.float32)
-    return found
+            result = byte.to(tl.float32)
+    return result
 
 
 @triton.jit
 def _six_bits(words, FIELD: tl.constexpr):
     """Return one of the sixteen 6-bit integers in three words, as fp32."""
     if FIELD < 15:
-        found = words[FIELD // 5] >> 6 * (FIELD % 5) & 63
+        result = words[FIELD // 5] >> 6 * (FIELD % 5) & 63
     else:
-        found = (words[0] >> 30 & 3) | (words[1] >> 28 & 12) | (words[2] >> 26 & 48)
-    return found.to(tl.float32)
+        result = (words[0] >> 30 & 3) | (words[1] >> 28 & 12) | (words[2] >> 26 & 48)
+    return result.to(tl.float32)
 
 
 @triton.jit
-def _with_group(acc, product, total, scales, seconds, PLACE: tl.constexpr, SCALES: tl.constexpr, SECONDS: tl.constexpr):
+def _with_group(acc, product, total, scales, seconds, INDEX: tl.constexpr, SCALES: tl.constexpr, SECONDS: tl.constexpr):
     """Add the scaled sums of one group of a step."""
     if SECONDS == "six bits":
-        scale = _number(scales, 0, SCALES) * _six_bits(seconds, 2 * PLACE)
+        scale = _number(scales, 0, SCALES) * _six_bits(seconds, 2 * INDEX)
         acc += scale[:, None] * product
-        least = _number(scales, 1, SCALES) * _six_bits(seconds, 2 * PLACE + 1)
+        least = _number(scales, 1, SCALES) * _six_bits(seconds, 2 * INDEX + 1)
         acc -= least[:, None] * total
     elif SECONDS == "parts":
-        scale = _number(scales, 0, SCALES) * _number(seconds, PLACE, "int8")
+        scale = _number(scales, 0, SCALES) * _number(seconds, INDEX, "int8")
         acc += scale[:, None] * product
     else:
-        scale = _number(scales, PLACE, SCALES)
+        scale = _number(scales, INDEX, SCALES)
         if SECONDS == "zeros":
-            product -= _number(seconds, PLACE, "uint8")[:, None] * total
+            product -= _number(seconds, INDEX, "uint8")[:, None] * total
         acc += scale[:, None] * product
         if SECONDS == "least":
-            acc += _number(seconds, PLACE, SCALES)[:, None] * total
+            acc += _number(seconds, INDEX, SCALES)[:, None] * total
     return acc
 
 
 @triton.jit
 def tiled_sums(
-    x_rows, gain, there, weight, row, weight_rows, begin, end, depth, WEIGHT: tl.constexpr, BLOCK_M: tl.constexpr,
+    x_rows, gain, row_mask, weight, row, weight_rows, begin, end, depth, WEIGHT: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, STAGES: tl.constexpr, RANGE: tl.constexpr, EVEN_K: tl.constexpr,
 ):  # fmt: skip
     """Return products [BLOCK_N, BLOCK_M] of weight rows with rows of x over a range of columns, and x's squares there.
@@ -178,12 +178,12 @@ def tiled_sums(
             if PER_HIGH == 0:
                 h = w  # there is none
             elif tile * PER_WORD % PER_HIGH == 0:
-                own = at // (PER_HIGH * SPAN) + tile * PER_WORD // PER_HIGH
-                h = tl.load(weight.high + own * plane + w_rows, eviction_policy="evict_first")
+                high_tile = at // (PER_HIGH * SPAN) + tile * PER_WORD // PER_HIGH
+                h = tl.load(weight.high + high_tile * plane + w_rows, eviction_policy="evict_first")
             codes = _dequantized_bits(w, h, tl.constexpr(ASSEMBLY[tile]), PER_WORD, PER_HIGH)  # bare in Triton 3.6
             for span in tl.static_range(PER_WORD):
                 a, squares = activations(
-                    x_step + (tile * PER_WORD + span) * SPAN, gain, squares, there,
+                    x_step + (tile * PER_WORD + span) * SPAN, gain, squares, row_mask,
                     at + (tile * PER_WORD + span) * SPAN + k, depth, RANGE, EVEN_K,
                 )  # fmt: skip
                 code = codes[span].to(FLOAT, bitcast=True).to(a.dtype)
@@ -248,13 +248,13 @@ def tiled_linear_kernel(
         offsets += tl.load(bias + row).to(tl.float32)
     if PDL:
         wait_and_trigger()
-    there = (m < rows)[:, None]
+    row_mask = (m < rows)[:, None]
     x_rows = x + m.to(tl.int64)[:, None] * sizes.x_stride + k[None, :]
     old = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     if EPILOGUE == "add" and not META.SPLIT:  # in flight while the weight is read
         old = old_values(out, m, rows, block, width, out_stride, BLOCK_N)
     acc, squares = tiled_sums(
-        x_rows, gain, there, weight, row, sizes.weight_rows, begin, end, sizes.depth, WEIGHT, BLOCK_M, BLOCK_N,
+        x_rows, gain, row_mask, weight, row, sizes.weight_rows, begin, end, sizes.depth, WEIGHT, BLOCK_M, BLOCK_N,
         META.STAGES, META.RANGE, META.EVEN_K,
     )  # fmt: skip
     finish(
@@ -307,7 +307,7 @@ class TileMeta(NamedTuple):
         kind, (code, _, group, span, step), scales = CODES[tiles.code], tiles.layout, tiles.scales
         dtype = torch.float16 if x.dtype == torch.float16 else torch.bfloat16
         return cls(
-            ASSEMBLY=tuple(assembly(code, dtype, place) for place in range(step // (kind.per_word * span))),
+            ASSEMBLY=tuple(assembly(code, dtype, index) for index in range(step // (kind.per_word * span))),
             PER_WORD=kind.per_word,
             PER_HIGH=kind.spans_of_high,
             SPAN=span,
@@ -347,7 +347,7 @@ def tiled_linear_triton(out, x, tiles, bias, gain, partial, counters, eps, epilo
             AHEAD=ahead,
             EVEN_K=depth == columns,
             SPLIT=splits > 1,
-            AT_ONCE=parts_at_once(block_n * block_m, config.num_warps),
+            IN_FLIGHT=parts_in_flight(block_n * block_m, config.num_warps),
             EPILOGUE=epilogue,
             RANGE=FP16_RANGE if x.dtype == torch.float16 else 1.0,
         ),

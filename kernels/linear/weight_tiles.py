@@ -107,11 +107,11 @@ def tiled(
     unit = max(layout.step, group)
     counts = _OF_SUPER.get(second_kind, (unit // group,) * 2 if group else (1, 1))
 
-    def by_unit(given: Tensor, count: int) -> Tensor:
+    def by_unit(values: Tensor, count: int) -> Tensor:
         """Return numbers by row as [units, rows, count], with 0 for padding columns."""
         units = -(-codes.shape[1] // unit) if group else 1
-        filled = given.new_zeros(rows, units * count)
-        filled[:, : given.shape[1]] = given
+        filled = values.new_zeros(rows, units * count)
+        filled[:, : values.shape[1]] = values
         return filled.view(rows, units, count).transpose(0, 1).contiguous()
 
     others = None if seconds is None else by_unit(seconds, counts[1])
@@ -156,9 +156,9 @@ def dequantized(tiles: WeightTiles) -> Tensor:
     codes = from_words(tiles.words, tiles.high, tiles.code)
     weight = values_of(tiles.code).to(codes.device)[codes.int()]
 
-    def spread(given: Tensor) -> Tensor:
+    def spread(values: Tensor) -> Tensor:
         each = tiles.group or codes.shape[1]
-        return given.transpose(0, 1).flatten(1).repeat_interleave(each, 1)[:, : codes.shape[1]]
+        return values.transpose(0, 1).flatten(1).repeat_interleave(each, 1)[:, : codes.shape[1]]
 
     scales, offsets = _of_groups(tiles)
     weight *= spread(scales)

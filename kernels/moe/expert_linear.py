@@ -30,8 +30,8 @@ from ..native.registration import Float32, Int32, OneOf, Wide, Written, operator
 
 GATES = OneOf(("none", *ACTIVATIONS, "swiglu_clamped"))
 _FEW_ROWS = {2: (16, 32, 128, 4, 4), 4: (16, 32, 64, 4, 3)}  # by itemsize: block_m, block_n, block_k, warps, stages
-_MANY_ROWS = {2: (64, 64, 64, 4, 3)}
-_MANY = 32  # average pairs per expert from which the larger tile is faster
+_LARGE_TILES = {2: (64, 64, 64, 4, 3)}
+_LARGE_TILE_PAIRS = 32  # average pairs per expert from which the larger tile is faster
 
 
 class Routed(NamedTuple):
@@ -111,8 +111,8 @@ def _expert_linear_kernel(
     if expert >= experts:
         return
     m = tl.load(offsets + expert) + tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    there = m < tl.load(offsets + expert + 1)
-    pair = tl.load(order + m, mask=there, other=0)
+    row_mask = m < tl.load(offsets + expert + 1)
+    pair = tl.load(order + m, mask=row_mask, other=0)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, META.BLOCK_K)
     x_rows = x + (pair // sizes.slots).to(tl.int64)[:, None] * sizes.x_stride + k[None, :]
@@ -124,11 +124,11 @@ def _expert_linear_kernel(
     acc_up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for at in range(0, depth, META.BLOCK_K):
         if META.EVEN_K:
-            a = tl.load(x_rows + at, mask=there[:, None], other=0.0)
+            a = tl.load(x_rows + at, mask=row_mask[:, None], other=0.0)
             w = tl.load(w_rows + at)
         else:
             inside = (at + k < depth)[None, :]
-            a = tl.load(x_rows + at, mask=there[:, None] & inside, other=0.0)
+            a = tl.load(x_rows + at, mask=row_mask[:, None] & inside, other=0.0)
             w = tl.load(w_rows + at, mask=inside, other=0.0)
         acc = tl.dot(a, tl.trans(w), acc, input_precision="ieee")
         if GATE != "none":
@@ -136,7 +136,7 @@ def _expert_linear_kernel(
             acc_up = tl.dot(a, tl.trans(u), acc_up, input_precision="ieee")
     if bias is not None:
         acc += tl.load(bias + first + n, mask=n < width, other=0.0).to(tl.float32)[None, :]
-    inside_rows = there[:, None] & (n < width)[None, :]
+    inside_rows = row_mask[:, None] & (n < width)[None, :]
     beside = pair.to(tl.int64)[:, None] * (width * HALVES) + n[None, :]
     if added is not None:
         acc += tl.load(added + beside, mask=inside_rows, other=0.0)
@@ -146,8 +146,8 @@ def _expert_linear_kernel(
         if added is not None:
             acc_up += tl.load(added + beside + width, mask=inside_rows, other=0.0)
         acc = gate_times_up(acc, acc_up, sizes.alpha, sizes.limit, GATE)
-    place = out + pair.to(tl.int64)[:, None] * width + n[None, :]
-    tl.store(place, acc.to(out.dtype.element_ty), mask=inside_rows)
+    out_ptrs = out + pair.to(tl.int64)[:, None] * width + n[None, :]
+    tl.store(out_ptrs, acc.to(out.dtype.element_ty), mask=inside_rows)
 
 
 def expert_linear_triton(out, x, weight, bias, pairs, batch_invariant) -> None:
@@ -155,8 +155,8 @@ def expert_linear_triton(out, x, weight, bias, pairs, batch_invariant) -> None:
     (count, width), depth = out.shape, x.shape[1]
     experts = weight.shape[0]
     tile = _FEW_ROWS[x.element_size()]
-    if count >= experts * _MANY and not batch_invariant:
-        tile = _MANY_ROWS.get(x.element_size(), tile)
+    if count >= experts * _LARGE_TILE_PAIRS and not batch_invariant:
+        tile = _LARGE_TILES.get(x.element_size(), tile)
     block_m, block_n, block_k, num_warps, num_stages = tile
     block_e, is_even = triton.next_power_of_2(experts), depth % block_k == 0
     most_tiles = count // block_m + min(count, experts)
@@ -181,12 +181,12 @@ def expert_panels(weight: Tensor, is_gated: bool) -> Tensor:
     return torch.stack([gate, up], dim=1).flatten(0, 1)
 
 
-def _plain(weight: Tensor, expert: int, experts: int, width: int, depth: int, is_gated: bool) -> Tensor:
+def _row_major(weight: Tensor, expert: int, experts: int, width: int, depth: int, is_gated: bool) -> Tensor:
     """Return one expert's weight [out_features, in_features], row-major."""
     if weight.dim() == 3:
         return weight[expert]
-    own = weight.view(experts, -1, 1 + is_gated, *weight.shape[1:])[expert]  # [panels, halves, steps, PANEL, step]
-    flat = own.permute(1, 0, 3, 2, 4).reshape(1 + is_gated, own.shape[0] * PANEL, -1)
+    tiles = weight.view(experts, -1, 1 + is_gated, *weight.shape[1:])[expert]  # [panels, halves, steps, PANEL, step]
+    flat = tiles.permute(1, 0, 3, 2, 4).reshape(1 + is_gated, tiles.shape[0] * PANEL, -1)
     return flat[:, :width, :depth].flatten(0, 1)
 
 
@@ -211,14 +211,14 @@ def write_products(
     for expert, (begin, end) in enumerate(pairwise(pairs.offsets.tolist())):
         if begin == end:
             continue
-        own = pairs.order[begin:end].long()
-        product = x.index_select(0, own // pairs.slots).float() @ weight_of(expert).T
+        expert_pairs = pairs.order[begin:end].long()
+        product = x.index_select(0, expert_pairs // pairs.slots).float() @ weight_of(expert).T
         if bias is not None:
             product += bias[expert].float()
         if pairs.added is not None:
-            product += pairs.added[own]
+            product += pairs.added[expert_pairs]
         result = product if pairs.gate == "none" else _gated(product, pairs)
-        out.index_copy_(0, own, result.to(out.dtype))
+        out.index_copy_(0, expert_pairs, result.to(out.dtype))
 
 
 @operator(triton_version=expert_linear_triton, is_compiled=lambda x, weight: weight.dim() == 4 and x.stride(1) == 1)
@@ -249,30 +249,30 @@ def expert_linear(
     count, is_gated = len(pairs.offsets) - 1, pairs.gate != "none"
 
     def plain(expert: int) -> Tensor:
-        return _plain(weight, expert, count, out.shape[1], x.shape[1], is_gated).float()
+        return _row_major(weight, expert, count, out.shape[1], x.shape[1], is_gated).float()
 
     write_products(out, x, plain, bias, pairs)
 
 
-def stacked_panels(made: Iterable[QuantizedPanels | None], count: int) -> QuantizedPanels | None:
+def stacked_panels(panels_of_experts: Iterable[QuantizedPanels | None], count: int) -> QuantizedPanels | None:
     """Join the panels of all experts to those of one weight; None if one has none, or they differ in kind.
 
     Args:
-        made: each expert's panels; dropped before the next are made.
+        panels_of_experts: each expert's panels; dropped before the next are made.
         count: number of experts.
     """
     whole: QuantizedPanels | None = None
     kind = None
-    for expert, own in enumerate(made):
-        if own is None or kind not in (None, _kind(own)):
+    for expert, panels in enumerate(panels_of_experts):
+        if panels is None or kind not in (None, _kind(panels)):
             return None
         if whole is None:
-            kind = _kind(own)
+            kind = _kind(panels)
             memory: dict[str, Any] = {
-                name: held.new_empty((count * len(held), *held.shape[1:])) for name, held in by_panel(own).items()
+                name: held.new_empty((count * len(held), *held.shape[1:])) for name, held in by_panel(panels).items()
             }
-            whole = own._replace(**memory)
-        for name, held in by_panel(own).items():
+            whole = panels._replace(**memory)
+        for name, held in by_panel(panels).items():
             getattr(whole, name)[expert * len(held) : (expert + 1) * len(held)] = held
     return whole
 
@@ -286,8 +286,8 @@ def _kind(weight: QuantizedPanels) -> tuple[object, ...]:
 
 def _dequantized_expert(weight: QuantizedPanels, expert: int, experts: int, width: int, is_gated: bool) -> Tensor:
     """Return one expert's weight, float32 [out_features, in_features], gate first."""
-    own: dict[str, Any] = {name: held.chunk(experts)[expert] for name, held in by_panel(weight).items()}
-    rows = dequantized_panels(weight._replace(**own)).unflatten(0, (-1, 1 + is_gated, PANEL))
+    parts: dict[str, Any] = {name: tensor.chunk(experts)[expert] for name, tensor in by_panel(weight).items()}
+    rows = dequantized_panels(weight._replace(**parts)).unflatten(0, (-1, 1 + is_gated, PANEL))
     return rows.transpose(0, 1).flatten(1, 2)[:, :width].flatten(0, 1)
 
 
@@ -315,8 +315,8 @@ def quantized_expert_linear(
     experts, is_gated = len(pairs.offsets) - 1, pairs.gate != "none"
 
     def plain(expert: int) -> Tensor:
-        own = _dequantized_expert(weight, expert, experts, out.shape[1], is_gated)
-        return own if columns is None else torch.empty_like(own).index_copy_(1, columns[expert].long(), own)
+        rows = _dequantized_expert(weight, expert, experts, out.shape[1], is_gated)
+        return rows if columns is None else torch.empty_like(rows).index_copy_(1, columns[expert].long(), rows)
 
     write_products(out, x, plain, bias, pairs)
 
@@ -351,26 +351,26 @@ def tiled_expert_linear_kernel(
     if expert >= experts:
         return
     m = tl.load(offsets + expert) + tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    there = m < tl.load(offsets + expert + 1)
-    pair = tl.load(order + m, mask=there, other=0)
+    row_mask = m < tl.load(offsets + expert + 1)
+    pair = tl.load(order + m, mask=row_mask, other=0)
     block = tl.program_id(1)
     row = expert * width * HALVES + block_rows(block, width, BLOCK_N, GATE != "none")
     x_rows = x + (pair // sizes.slots).to(tl.int64)[:, None] * sizes.x_stride + tl.arange(0, WEIGHT.SPAN)[None, :]
     acc, _ = tiled_sums(
-        x_rows, None, there[:, None], weight, row, experts * width * HALVES, 0, sizes.columns, sizes.depth, WEIGHT,
+        x_rows, None, row_mask[:, None], weight, row, experts * width * HALVES, 0, sizes.columns, sizes.depth, WEIGHT,
         BLOCK_M, BLOCK_N, META.STAGES, 1.0, META.EVEN_K,
     )  # fmt: skip
     if bias is not None:
         acc += tl.load(bias + row).to(tl.float32)[:, None]
     if added is not None:
         beside = (pair.to(tl.int64) - expert)[None, :] * (width * HALVES) + row[:, None]
-        acc += tl.load(added + beside, mask=there[None, :], other=0.0)
+        acc += tl.load(added + beside, mask=row_mask[None, :], other=0.0)
     n = block * (BLOCK_N // HALVES) + tl.arange(0, BLOCK_N // HALVES)
     if GATE != "none":
         gate, up = tl.split(tl.permute(tl.reshape(acc, (2, BLOCK_N // 2, BLOCK_M)), (1, 2, 0)))
         acc = gate_times_up(gate, up, sizes.alpha, sizes.limit, GATE)
-    place = out + pair.to(tl.int64)[None, :] * width + n[:, None]
-    tl.store(place, acc.to(out.dtype.element_ty), mask=there[None, :] & (n < width)[:, None])
+    out_ptrs = out + pair.to(tl.int64)[None, :] * width + n[:, None]
+    tl.store(out_ptrs, acc.to(out.dtype.element_ty), mask=row_mask[None, :] & (n < width)[:, None])
 
 
 def tiled_expert_linear_triton(out, x, tiles, bias, pairs, config) -> None:

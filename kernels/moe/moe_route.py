@@ -14,7 +14,7 @@ from ..native.optional_triton import early_start_options, tl, triton, wait_and_t
 from ..native.registration import Float32, Int32, Wide, Written, operator
 
 LOWEST = -3e38  # NaN and smaller logits count as this, so that each slot still gets a different expert
-_PAIRS_AT_ONCE = 1024
+_CHUNK_PAIRS = 1024
 
 
 # One program routes one row: it reads experts * itemsize bytes and writes slots * 8.
@@ -37,11 +37,11 @@ def _route_kernel(
         wait_and_trigger()
     row = tl.program_id(0).to(tl.int64)
     slot = tl.arange(0, BLOCK_S)
-    place = row * SLOTS + slot
+    offsets = row * SLOTS + slot
     chosen = tl.full([BLOCK_S], -1, tl.int32)
     if row >= tl.load(live):
-        tl.store(ids + place, chosen, mask=slot < SLOTS)
-        tl.store(weights + place, chosen.to(tl.float32) * 0.0, mask=slot < SLOTS)
+        tl.store(ids + offsets, chosen, mask=slot < SLOTS)
+        tl.store(weights + offsets, chosen.to(tl.float32) * 0.0, mask=slot < SLOTS)
         return
     expert = tl.arange(0, BLOCK_E)
     inside = expert < experts
@@ -59,8 +59,8 @@ def _route_kernel(
     shares = tl.exp(top - largest)
     if RENORMALIZE:
         total = tl.sum(shares)
-    tl.store(ids + place, chosen, mask=slot < SLOTS)
-    tl.store(weights + place, shares / total, mask=slot < SLOTS)
+    tl.store(ids + offsets, chosen, mask=slot < SLOTS)
+    tl.store(weights + offsets, shares / total, mask=slot < SLOTS)
 
 
 # One program lists the pairs of one expert, after those of the previous experts: it reads all ids twice, 8 bytes per
@@ -104,7 +104,7 @@ def moe_route_triton(ids, weights, order, offsets, logits, live, renormalize) ->
         num_warps=1,
         **early,
     )
-    block = min(triton.next_power_of_2(rows * slots), _PAIRS_AT_ONCE)
+    block = min(triton.next_power_of_2(rows * slots), _CHUNK_PAIRS)
     _list_kernel[(experts,)](order, offsets, ids, rows * slots, BLOCK=block, num_warps=4, **early)
 
 
@@ -172,17 +172,17 @@ def _combine_kernel(
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < hidden
-    place = out + row * hidden + columns
+    out_ptrs = out + row * hidden + columns
     total = tl.zeros([BLOCK], tl.float32)
     if HAS_GATE:
         share = 1.0 / (1.0 + tl.exp(-tl.load(gate + row * gate_stride).to(tl.float32)))
-        total += share * tl.load(place, mask=inside, other=0.0).to(tl.float32)
+        total += share * tl.load(out_ptrs, mask=inside, other=0.0).to(tl.float32)
     for slot in tl.static_range(SLOTS):
         pair = row * SLOTS + slot
         part = tl.load(parts + pair * hidden + columns, mask=inside, other=0.0).to(tl.float32)
         chosen = tl.load(ids + pair) >= 0  # the parts of a dead row are not written
         total += tl.where(chosen, tl.load(weights + pair) * part, 0.0)
-    tl.store(place, total.to(out.dtype.element_ty), mask=inside)
+    tl.store(out_ptrs, total.to(out.dtype.element_ty), mask=inside)
 
 
 def moe_combine_triton(out, parts, ids, weights, gate) -> None:

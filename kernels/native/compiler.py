@@ -42,14 +42,14 @@ class Compiler(NamedTuple):
     processor: str
 
     @classmethod
-    def found(cls) -> "Compiler":
+    def detect(cls) -> "Compiler":
         """Return the compiler named by CC, else the first of cc, gcc and clang, for the chosen instruction set.
 
         Raises:
             NotCompiled: there is none, or it cannot be run.
             MissingInstructions: this processor does not have the chosen instructions.
         """
-        if not system.IS_KNOWN:
+        if not system.IS_SUPPORTED:
             raise NotCompiled(f"compiled kernels are made on Linux and macOS alone, this is {platform.system()}")
         named = os.environ.get("CC") or next(filter(shutil.which, ("cc", "gcc", "clang")), None)
         if named is None:
@@ -86,12 +86,12 @@ class Compiler(NamedTuple):
         end, cores = time.monotonic() + COMPILE_SECONDS, system.num_cores()
         running: list[subprocess.Popen[str]] = []
         try:
-            for made, text in texts.items():
-                source = made.with_suffix(".c")
+            for library, text in texts.items():
+                source = library.with_suffix(".c")
                 source.write_text(text, encoding="utf-8")
                 if len(running) == cores:
                     self._finish_one(running, end)
-                running.append(self._started([*options, "-shared", "-x", "c", "-", "-lm", "-o", str(made)], source))
+                running.append(self._started([*options, "-shared", "-x", "c", "-", "-lm", "-o", str(library)], source))
             while running:
                 self._finish_one(running, end)
         finally:
@@ -99,9 +99,9 @@ class Compiler(NamedTuple):
                 _stop(process)
 
     def _started(self, arguments: list[str], source: Path) -> subprocess.Popen[str]:
-        with source.open("rb") as given:
+        with source.open("rb") as stdin:
             return subprocess.Popen(
-                [*self.command, *arguments], stdin=given, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+                [*self.command, *arguments], stdin=stdin, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
                 encoding="utf-8", errors="replace", start_new_session=True,
                 env={**_environment(), "TMPDIR": str(source.parent)},
             )  # fmt: skip
@@ -112,8 +112,8 @@ class Compiler(NamedTuple):
             for process in running:
                 assert process.stderr is not None
                 messages.register(process.stderr, selectors.EVENT_READ, process)
-            told = messages.select(max(end - time.monotonic(), 0))
-        process = told[0][0].data if told else running[0]
+            ready_fds = messages.select(max(end - time.monotonic(), 0))
+        process = ready_fds[0][0].data if ready_fds else running[0]
         try:
             _, output = process.communicate(timeout=max(end - time.monotonic(), 0))
         except subprocess.TimeoutExpired:

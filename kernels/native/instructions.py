@@ -59,18 +59,18 @@ def instructions() -> Instructions:
     return chosen(os.environ.get(VARIABLE), available())
 
 
-def chosen(name: str | None, there: Mapping[str, Instructions]) -> Instructions:
+def chosen(name: str | None, sets: Mapping[str, Instructions]) -> Instructions:
     """Return a set by name; an empty name: the fastest.
 
     Raises:
         MissingInstructions: the set is not available.
     """
     if not name:
-        return list(there.values())[-1]
-    if name not in there:
+        return list(sets.values())[-1]
+    if name not in sets:
         why = "this processor lacks; it" if name in NAMES else f"is none of {', '.join(NAMES)}; this processor"
-        raise MissingInstructions(f"{VARIABLE} is {name!r}, which {why} has {', '.join(there)}")
-    return there[name]
+        raise MissingInstructions(f"{VARIABLE} is {name!r}, which {why} has {', '.join(sets)}")
+    return sets[name]
 
 
 def available() -> Mapping[str, Instructions]:
@@ -88,24 +88,24 @@ def sets_of_x86(extensions: set[str], *, has_slow_pairs: bool = False) -> Mappin
     `has_slow_pairs`: it multiplies pairs of bf16 more slowly than floats, as Intel's processors do (half as fast; AMD's
     twice as fast); so that set is not the fastest, unless there are tiles.
     """
-    found: dict[str, Instructions] = {}
+    sets: dict[str, Instructions] = {}
     flags: list[str] = []
-    for name, (below, own) in _X86.items():
-        if not own.keys() <= extensions or not found.keys() >= set(below):
+    for name, (below, needed) in _X86.items():
+        if not needed.keys() <= extensions or not sets.keys() >= set(below):
             continue
-        flags += own.values()
+        flags += needed.values()
         # tune for this processor; adds no instructions
-        tuned = ["-mtune=native"] if own else []
+        tuned = ["-mtune=native"] if needed else []
         wide = ["-mprefer-vector-width=512"] if "avx512" in (*below, name) else []  # the width of the kernels' vectors
         flags_of_set = ("-march=x86-64", *tuned, *flags, *wide)
-        found[name] = Instructions(name, flags_of_set)
-    *others, fastest = found
+        sets[name] = Instructions(name, flags_of_set)
+    *others, fastest = sets
     if has_slow_pairs and fastest == "avx512_bf16":
-        found[others[-1]] = found.pop(others[-1])
-    return found
+        sets[others[-1]] = sets.pop(others[-1])
+    return sets
 
 
 def sets_of_arm(extensions: set[str]) -> Mapping[str, Instructions]:
     """Return the sets of a 64-bit Arm with these extensions (Linux's names)."""
-    there = {name: flags for name, (needed, flags) in _ARM.items() if needed <= extensions}
-    return {name: Instructions(name, flags) for name, flags in there.items()}
+    sets = {name: flags for name, (needed, flags) in _ARM.items() if needed <= extensions}
+    return {name: Instructions(name, flags) for name, flags in sets.items()}

@@ -9,8 +9,8 @@ Wheels of `tools/make wheel --with-kernels` include compiled kernels. Otherwise 
 named by a digest of the sources that this process started with, so that others are never loaded. If the sources have
 changed since, kernels that are not loaded yet are neither loaded nor compiled.
 
-Without kernels, `library()` is None, `why_not()` says why, and torch's operators are used, with one message on standard
-error. GRAPHDECODE_NATIVE=0 does the same without a message. GRAPHDECODE_ISA names the instruction set.
+Without kernels, `library()` is None, `unavailable_reason()` says why, and torch's operators are used, with one message
+on standard error. GRAPHDECODE_NATIVE=0 does the same without a message. GRAPHDECODE_ISA names the instruction set.
 """
 
 import ctypes
@@ -64,8 +64,8 @@ def declare(operator: Any, constants: dict[str, int]) -> None:
 
 def part_of(module: str, *, has_element: bool) -> str:
     """Return the part of an operator's kernel, by the operator's module; without an element type it is in the base."""
-    place = "/".join(module.split(".")[-2:])
-    return next(part for part, begins in PARTS.items() if place.startswith(begins)) if has_element else BASE
+    module_path = "/".join(module.split(".")[-2:])
+    return next(part for part, begins in PARTS.items() if module_path.startswith(begins)) if has_element else BASE
 
 
 def include_flags() -> list[str]:
@@ -89,8 +89,8 @@ def source_text(kind: str, part: str | None = None) -> str:
     records = {name: text for each in declared for name, text in each.c_records.items()}
     structs = "".join([*(records[name] for name in sorted(records)), *(each.c_struct for each in declared)])
     shared = "" if has_shared else "#define SHARED_ELSEWHERE\n"
-    given = f'#define ELEMENT_{kind.upper()}\n{shared}enum {{ {constants} }};\n#include "native.h"\n{structs}'
-    return f"{given}{''.join(includes)}{_END if has_shared else ''}"
+    prelude = f'#define ELEMENT_{kind.upper()}\n{shared}enum {{ {constants} }};\n#include "native.h"\n{structs}'
+    return f"{prelude}{''.join(includes)}{_END if has_shared else ''}"
 
 
 LANES = 16  # values per vector
@@ -168,7 +168,7 @@ def _unit(element: torch.dtype | None, part: str) -> Unit:
     return Unit(ELEMENTS[element or torch.float32], part)
 
 
-def why_not() -> str | None:
+def unavailable_reason() -> str | None:
     """Return why there are no compiled kernels, or not all that were asked for; None if there are."""
     _load()
     return _known_failure()
@@ -187,12 +187,12 @@ def describe() -> str:
             return f"compiled kernels: {CARRIED}\ncompiler: none, the package carries them"
         if (failure := _known_failure()) is not None:
             raise NotCompiled(failure)
-        compiler = Compiler.found()
+        compiler = Compiler.detect()
         names = _names(UNITS, compiler)
         counts: dict[Path, int] = {}
-        for place in _PLACES:
+        for get_folder in _FOLDERS:
             with suppress(OSError):
-                folder = place()
+                folder = get_folder()
                 counts[folder] = sum((folder / name).exists() for name in names.values())
         if not counts:
             raise NotCompiled("no folder for compiled kernels can be read")
@@ -200,8 +200,8 @@ def describe() -> str:
     except (NotCompiled, OSError) as error:
         return f"compiled kernels: none, torch's operators do the work: {error}"
     by = f"{' '.join(compiler.command)} ({compiler.version.partition(chr(10))[0]})"
-    there = f"{count} of {len(names)} libraries" if count else "not compiled yet"
-    return f"compiled kernels: {folder} ({there}; each is compiled when it is first needed)\ncompiler: {by}"
+    status = f"{count} of {len(names)} libraries" if count else "not compiled yet"
+    return f"compiled kernels: {folder} ({status}; each is compiled when it is first needed)\ncompiler: {by}"
 
 
 def is_expected(element: torch.dtype | None) -> bool:
@@ -211,7 +211,7 @@ def is_expected(element: torch.dtype | None) -> bool:
         return all(LOADED[unit].library is not None for unit in units)
     try:
         is_carried = all(_carried_file(unit).exists() for unit in units)
-        return _off() is None and (is_carried or bool(Compiler.found()))
+        return _off() is None and (is_carried or bool(Compiler.detect()))
     except NotCompiled:
         return False
 
@@ -252,7 +252,7 @@ def _load(first: Unit = _FIRST, *others: Unit) -> LoadedLibrary:
     if not all(unit in LOADED for unit in units):
         with _LOADING:
             if missing := [unit for unit in dict.fromkeys((*units, _FIRST)) if unit not in LOADED]:
-                LOADED.update(_made_or_not(missing))
+                LOADED.update(_loaded_or_reasons(missing))
     return next((LOADED[unit] for unit in units if LOADED[unit].library is None), LOADED[units[-1]])
 
 
@@ -262,7 +262,7 @@ def _off() -> str | None:
     return f"{SWITCH} is {value}" if value.lower() in ("0", "no", "off", "false") else None
 
 
-def _made_or_not(units: list[Unit]) -> dict[Unit, LoadedLibrary]:
+def _loaded_or_reasons(units: list[Unit]) -> dict[Unit, LoadedLibrary]:
     """Return the libraries of units that are not loaded yet, or why there are none."""
     if (reason := _off()) is None:
         try:
@@ -277,10 +277,10 @@ def _made_or_not(units: list[Unit]) -> dict[Unit, LoadedLibrary]:
     return {unit: LoadedLibrary(None, None, None, reason) for unit in UNITS if unit not in LOADED}
 
 
-def carried_name(made_for: Instructions, unit: Unit) -> str:
+def carried_name(instruction_set: Instructions, unit: Unit) -> str:
     """Return the file name of included kernels: instruction set, and a digest of system, options and sources."""
-    options = [option for option in made_for.flags if option != "-mtune=native"]  # adds no instructions
-    return f"{made_for.name}-{_digest([sys.platform, *options, *PORTABLE_FLAGS])}-{unit.file}"
+    options = [option for option in instruction_set.flags if option != "-mtune=native"]  # adds no instructions
+    return f"{instruction_set.name}-{_digest([sys.platform, *options, *PORTABLE_FLAGS])}-{unit.file}"
 
 
 def _digest(parts: Sequence[str]) -> str:
@@ -344,7 +344,7 @@ def _names(units: list[Unit], compiler: Compiler) -> dict[Unit, str]:
     return {unit: f"{digest}-{unit.file}" for unit in units}
 
 
-_PLACES: tuple[Callable[[], Path], ...] = (  # of compiled libraries, the next one where one cannot be written
+_FOLDERS: tuple[Callable[[], Path], ...] = (  # of compiled libraries, the next one where one cannot be written
     lambda: cache_folder() / "native",
     lambda: Path(tempfile.gettempdir()) / f"graphdecode-{os.geteuid()}",
 )
@@ -352,13 +352,13 @@ _PLACES: tuple[Callable[[], Path], ...] = (  # of compiled libraries, the next o
 
 def _compiled(units: list[Unit]) -> dict[Unit, LoadedLibrary]:
     """Load compiled libraries; missing ones are compiled in parallel."""
-    compiler = Compiler.found()
+    compiler = Compiler.detect()
     named = _names(units, compiler)
     problems: list[str] = []
-    for place in _PLACES:
+    for get_folder in _FOLDERS:
         path: Path | str = "no folder"
         try:
-            path = place()
+            path = get_folder()
             with closing(PrivateFolder(path)) as folder:
                 _make_missing(folder, named, compiler)
                 loaded = {unit: _opened(folder, name) for unit, name in named.items()}

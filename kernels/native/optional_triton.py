@@ -25,10 +25,10 @@ from typing import Any
 
 import torch
 
-_IS_WANTED = torch.backends.cuda.is_built() or os.environ.get("TRITON_INTERPRET") == "1" or "triton" in sys.modules
+_NEEDS_TRITON = torch.backends.cuda.is_built() or os.environ.get("TRITON_INTERPRET") == "1" or "triton" in sys.modules
 
 try:
-    if not _IS_WANTED:
+    if not _NEEDS_TRITON:
         raise ImportError("nothing here launches a kernel")  # as without Triton
     import triton
     import triton.language as tl
@@ -55,7 +55,7 @@ def early_start_options(device: torch.device) -> dict[str, bool]:
 
 
 @triton.jit
-def prefetch(places, is_wanted):
+def prefetch(addresses, mask):
     """Prefetch the 128-byte line at each masked address into the L2 cache.
 
     A tensor with fewer elements than threads is replicated, and each thread would prefetch.
@@ -63,7 +63,7 @@ def prefetch(places, is_wanted):
     tl.inline_asm_elementwise(
         "{ .reg .pred p; setp.ne.s64 p, $1, 0; @p prefetch.global.L2 [$1]; mov.u32 $0, 0; }",
         "=r,l",
-        [tl.where(is_wanted, places.to(tl.int64), 0)],
+        [tl.where(mask, addresses.to(tl.int64), 0)],
         dtype=tl.int32,
         is_pure=False,
         pack=1,

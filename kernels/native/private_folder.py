@@ -50,11 +50,11 @@ class PrivateFolder:
         self.path = path
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        found = os.fstat(self._folder)
-        if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:
+        status = os.fstat(self._folder)
+        if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
             os.close(self._folder)
             raise PermissionError(
-                f"belongs to user {found.st_uid} with mode {stat.S_IMODE(found.st_mode):o}; "
+                f"belongs to user {status.st_uid} with mode {stat.S_IMODE(status.st_mode):o}; "
                 f"it must be of user {os.geteuid()} with mode 700"
             )
 
@@ -73,10 +73,10 @@ class PrivateFolder:
         except FileNotFoundError:
             return None
         try:
-            found = os.fstat(descriptor)
-            if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
+            status = os.fstat(descriptor)
+            if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o022:
                 raise PermissionError(
-                    f"{name} belongs to user {found.st_uid} with mode {stat.S_IMODE(found.st_mode):o}"
+                    f"{name} belongs to user {status.st_uid} with mode {stat.S_IMODE(status.st_mode):o}"
                 )
             if self._is_whole(descriptor, name):
                 return descriptor
@@ -94,17 +94,17 @@ class PrivateFolder:
         os.close(descriptor)
         return True
 
-    def put(self, made: Path, name: str) -> None:
+    def put(self, file_path: Path, name: str) -> None:
         """Move a finished file in; it is synced to disk before it gets its name."""
-        made.chmod(0o700)
-        digest = made.with_suffix(".digest")
-        with made.open("rb") as file:
+        file_path.chmod(0o700)
+        digest = file_path.with_suffix(".digest")
+        with file_path.open("rb") as file:
             digest.write_text(_described(file.fileno()))
             os.fsync(file.fileno())
         with digest.open("rb") as file:
             os.fsync(file.fileno())
         os.replace(digest, f"{name}.digest", dst_dir_fd=self._folder)
-        os.replace(made, name, dst_dir_fd=self._folder)
+        os.replace(file_path, name, dst_dir_fd=self._folder)
         os.fsync(self._folder)
 
     @contextmanager

@@ -217,8 +217,8 @@ class Signature:
 
         def call_with_fields(*arguments: Any, **named: Any) -> None:
             values = in_order(arguments, named) if named or len(arguments) != count else [*arguments]
-            for at, place, no_fields in records:
-                values[place] = values[at] or no_fields
+            for at, index, no_fields in records:
+                values[index] = values[at] or no_fields
             for at, name, allowed in choices:
                 if values[at] not in allowed:
                     raise ValueError(f"{name} is {values[at]!r}; it must be one of {', '.join(allowed)}")
@@ -342,12 +342,12 @@ def _codes(field: Field) -> str:
     return "" if field.c_declaration is None else "d" if field.kind is float else "q"
 
 
-def _picker(places: Sequence[Any]) -> Callable[[Sequence[Any]], Sequence[Any]]:
+def _picker(indices: Sequence[Any]) -> Callable[[Sequence[Any]], Sequence[Any]]:
     """Return a function that returns some items and slices of a sequence."""
-    if len(places) > 1:
-        return itemgetter(*places)
-    (place,) = places
-    return lambda values: (values[place],)
+    if len(indices) > 1:
+        return itemgetter(*indices)
+    (index,) = indices
+    return lambda values: (values[index],)
 
 
 def _named_like(function: Callable[..., Any], closure: Any) -> Any:
@@ -492,7 +492,7 @@ def versions(name: str) -> Versions:
     return _VERSIONS[getattr(getattr(torch.ops, NAMESPACE), name).default]
 
 
-def is_own(registered: Any) -> bool:
+def is_registered(registered: Any) -> bool:
     """Whether an operator was registered here; these write into their arguments and return nothing."""
     return registered in _VERSIONS
 

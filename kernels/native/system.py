@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 IS_MACOS = sys.platform == "darwin"
-IS_KNOWN = IS_MACOS or sys.platform == "linux"
+IS_SUPPORTED = IS_MACOS or sys.platform == "linux"
 INSTALLS_COMPILER = "xcode-select --install" if IS_MACOS else "apt install gcc"
 _SYSCTL = ("machdep.cpu", "hw.optional")
 # Linux's names of extensions that macOS names otherwise

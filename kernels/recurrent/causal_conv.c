@@ -42,7 +42,7 @@ static void NAME(convolve_lanes)(const causal_conv_args *a, int64_t first) {
         if (is_gated) total *= NAME(some_at)(is_wide, x, channels + first, lanes);
         NAME(some_to)(out_wide, a->out.data, token * channels + first, lanes, total);
         float *to = token + 1 == live || a->rows.data[token + 1] != row ? state : 0;
-        if (a->kept_states.data) to = a->state.data + a->kept_states.data[token] * (width - 1) * channels + first;
+        if (a->output_state_rows.data) to = a->state.data + a->output_state_rows.data[token] * (width - 1) * channels + first;
         if (to)
             for (int64_t j = 1; j < width; j++) NAME(some_to)(1, to, (j - 1) * channels, lanes, inputs[j]);
     }

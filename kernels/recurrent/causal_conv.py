@@ -57,7 +57,7 @@ def _convolve(
 @triton.jit
 def _causal_conv_kernel(
     out, x, state, weight, bias, tokens, channel_count, x_stride,
-    WIDTH: tl.constexpr, HAS_BIAS: tl.constexpr, SILU: tl.constexpr, GATED: tl.constexpr, KEEPS: tl.constexpr,
+    WIDTH: tl.constexpr, HAS_BIAS: tl.constexpr, SILU: tl.constexpr, GATED: tl.constexpr, STORE_EACH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0)
@@ -86,10 +86,10 @@ def _causal_conv_kernel(
                 out, x, weight, bias, token + i, token, channels, channel_count, inside, x_stride, base, past,
                 WIDTH, HAS_BIAS, SILU, GATED,
             )  # fmt: skip
-        for i in range(0 if KEEPS else length - 1, length):
+        for i in range(0 if STORE_EACH else length - 1, length):
             to = base
-            if KEEPS:
-                to = state + tl.load(tokens.kept_states + token + i).to(tl.int64) * (WIDTH - 1) * channel_count
+            if STORE_EACH:
+                to = state + tl.load(tokens.output_state_rows + token + i).to(tl.int64) * (WIDTH - 1) * channel_count
             for j in tl.static_range(WIDTH - 1):  # entry j gets entry j + 1: read before it is written
                 at = token + i - WIDTH + 2 + j
                 value = _input_at(x, at, token, channels, channel_count, inside, x_stride, base, past, WIDTH, GATED)
@@ -103,7 +103,7 @@ def causal_conv_triton(out, x, state, weight, bias, silu, tokens) -> None:
     _causal_conv_kernel[(count, triton.cdiv(channels, block))](
         out, x, state, weight, bias, without_none(tokens), channels, x.stride(0),
         WIDTH=weight.shape[0], HAS_BIAS=bias is not None, SILU=silu, GATED=x.shape[1] != channels,
-        KEEPS=tokens.kept_states is not None,
+        STORE_EACH=tokens.output_state_rows is not None,
         BLOCK=block, num_warps=4,
     )  # fmt: skip
 
@@ -146,7 +146,7 @@ def causal_conv(
             total += padded[j : j + end - begin] * weight[j]
         total = torch.nn.functional.silu(total) if silu else total
         out[begin:end] = total if x.shape[1] == channels else total * c
-        if tokens.kept_states is None:
+        if tokens.output_state_rows is None:
             state[row] = padded[end - begin :]
         else:
-            state[tokens.kept_states[begin:end].long()] = padded.unfold(0, width - 1, 1)[1:].movedim(2, 1)
+            state[tokens.output_state_rows[begin:end].long()] = padded.unfold(0, width - 1, 1)[1:].movedim(2, 1)

@@ -50,8 +50,8 @@ static void NAME(delta_block)(const gated_delta_args *a, int64_t head, int64_t f
     const int64_t key_size = (a->qkv.size[1] - heads * value_dim) / 2, key_heads = key_size / key_dim;
     const int64_t key_at = head / (heads / key_heads) * key_dim, live = live_of(a->live.data, a->out.size[0]);
     const int64_t count = least_of(DELTA_VECTORS * LANES, value_dim - first), padded = (count + LANES - 1) / LANES * LANES;
-    const int32_t *kept_states = a->kept_states.data;
-    const int is_whole = count == padded && !kept_states;
+    const int32_t *output_state_rows = a->output_state_rows.data;
+    const int is_whole = count == padded && !output_state_rows;
     const int is_wide = IS_WIDE(a->qkv), out_wide = IS_WIDE(a->out), ab_wide = IS_WIDE(a->ab);
     const float rate = -expf(a->a_log.data[head]), dt_bias = a->dt_bias.data[head];
     float *at = scratch(2 * (key_dim + LANES) + 2 * padded + (is_whole ? 0 : key_dim * padded));
@@ -85,8 +85,8 @@ static void NAME(delta_block)(const gated_delta_args *a, int64_t head, int64_t f
             for (int64_t i = 0; i < padded; i += LANES)
                 NAME(delta_step)(1, s + i, stride, q, k, key_dim, decay, beta, qk, v + i, out + i);
         write_floats(out_wide, a->out.data, (token * heads + head) * value_dim + first, out, count);
-        if (kept_states) stored = NAME(delta_state)(a, kept_states[token], head) + first;
-        if (kept_states || (!is_whole && (token + 1 == live || a->rows.data[token + 1] != row)))
+        if (output_state_rows) stored = NAME(delta_state)(a, output_state_rows[token], head) + first;
+        if (output_state_rows || (!is_whole && (token + 1 == live || a->rows.data[token + 1] != row)))
             for (int64_t key = 0; key < key_dim; key++)
                 memcpy(stored + key * value_dim, s + key * stride, (size_t)count * sizeof *s);
     }

@@ -41,7 +41,7 @@ class DeltaGates(NamedTuple):
 def _gated_delta_kernel(
     out, qkv, state, gates, tokens, key_heads, value_heads, qkv_stride, ab_stride, strength, eps,
     KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
-    KEEPS: tl.constexpr,
+    STORE_EACH: tl.constexpr,
 ):  # fmt: skip
     first, live, row, is_first = program_token(tokens)
     if not is_first:
@@ -72,10 +72,10 @@ def _gated_delta_kernel(
         result = tl.sum(s * q[:, None], axis=0)
         out_at = out + (token * value_heads + head) * VALUE_DIM
         tl.store(out_at + values, result.to(out.dtype.element_ty), mask=has_value)
-        if KEEPS:
-            state_row = tl.load(tokens.kept_states + token)
+        if STORE_EACH:
+            state_row = tl.load(tokens.output_state_rows + token)
             tl.store(state_at(state, state_row, head, value_heads, keys, values, KEY_DIM, VALUE_DIM), s, mask=inside)
-    if not KEEPS:
+    if not STORE_EACH:
         tl.store(pointers, s, mask=inside)
 
 
@@ -87,7 +87,7 @@ def gated_delta_triton(out, qkv, state, gates, tokens, strength) -> None:
     _gated_delta_kernel[(out.shape[0], heads, triton.cdiv(value_dim, block))](
         out, qkv, state, gates, without_none(tokens), key_heads, heads, qkv.stride(0), gates.ab.stride(0),
         strength, _EPS, KEY_DIM=key_dim, VALUE_DIM=value_dim, BLOCK_K=triton.next_power_of_2(key_dim), BLOCK_V=block,
-        KEEPS=tokens.kept_states is not None, num_warps=4,
+        STORE_EACH=tokens.output_state_rows is not None, num_warps=4,
     )  # fmt: skip
 
 
@@ -130,9 +130,9 @@ def gated_delta(
             predicted = torch.einsum("hkv,hk->hv", s, k[i])
             s += torch.einsum("hk,hv->hkv", k[i], (v[i] - predicted) * beta[i, :, None])
             out[begin + i] = torch.einsum("hkv,hk->hv", s, q[i] * key_dim**-0.5).flatten()
-            if tokens.kept_states is not None:
-                state[tokens.kept_states[begin + i]] = s
-        if tokens.kept_states is None:
+            if tokens.output_state_rows is not None:
+                state[tokens.output_state_rows[begin + i]] = s
+        if tokens.output_state_rows is None:
             state[row] = s
 
 

@@ -44,8 +44,8 @@ static void NAME(scan_head)(const selective_scan_args *a, int64_t head) {
             s = a->state.data + (a->state_rows.data[row] * heads + head) * states * dim;
             if (a->positions.data[token] == 0) memset(s, 0, (size_t)(states * dim) * sizeof *s);
         }
-        if (a->kept_states.data) {
-            float *next = a->state.data + (a->kept_states.data[token] * heads + head) * states * dim;
+        if (a->output_state_rows.data) {
+            float *next = a->state.data + (a->output_state_rows.data[token] * heads + head) * states * dim;
             s = memcpy(next, s, (size_t)(states * dim) * sizeof *s);
         }
         const char *xbc = (const char *)a->xbc.data + token * a->xbc.stride[0] * width_of(is_wide);

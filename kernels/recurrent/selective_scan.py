@@ -38,7 +38,7 @@ class ScanWeights(NamedTuple):
 def _selective_scan_kernel(
     out, xbc, state, dt, weights, tokens, groups, xbc_stride, dt_stride, least, most,
     STATE_DIM: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr,
-    KEEPS: tl.constexpr,
+    STORE_EACH: tl.constexpr,
 ):  # fmt: skip
     first, live, row, is_first = program_token(tokens)
     if not is_first:
@@ -65,10 +65,10 @@ def _selective_scan_kernel(
         result = tl.sum(s * c[:, None], axis=0) + skip * x
         out_at = out + (token * heads + head) * HEAD_DIM
         tl.store(out_at + channels, result.to(out.dtype.element_ty), mask=has_channel)
-        if KEEPS:
-            state_row = tl.load(tokens.kept_states + token)
+        if STORE_EACH:
+            state_row = tl.load(tokens.output_state_rows + token)
             tl.store(state_at(state, state_row, head, heads, states, channels, STATE_DIM, HEAD_DIM), s, mask=inside)
-    if not KEEPS:
+    if not STORE_EACH:
         tl.store(pointers, s, mask=inside)
 
 
@@ -80,7 +80,7 @@ def selective_scan_triton(out, xbc, state, dt, weights, tokens, least, most) -> 
     _selective_scan_kernel[(out.shape[0], heads, triton.cdiv(head_dim, block))](
         out, xbc, state, dt, weights, without_none(tokens), groups, xbc.stride(0), dt.stride(0), least, most,
         STATE_DIM=state_dim, HEAD_DIM=head_dim, BLOCK_N=triton.next_power_of_2(state_dim), BLOCK_P=block,
-        KEEPS=tokens.kept_states is not None, num_warps=4,
+        STORE_EACH=tokens.output_state_rows is not None, num_warps=4,
     )  # fmt: skip
 
 
@@ -126,7 +126,7 @@ def selective_scan(
             s *= decay[i, :, None, None]
             s += torch.einsum("hn,hp->hnp", b[i], x[i] * step[i, :, None])
             out[begin + i] = (torch.einsum("hnp,hn->hp", s, c[i]) + weights.skip[:, None] * x[i]).flatten()
-            if tokens.kept_states is not None:
-                state[tokens.kept_states[begin + i]] = s
-        if tokens.kept_states is None:
+            if tokens.output_state_rows is not None:
+                state[tokens.output_state_rows[begin + i]] = s
+        if tokens.output_state_rows is None:
             state[row] = s

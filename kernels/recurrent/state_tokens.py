@@ -21,7 +21,7 @@ class StateTokens(NamedTuple):
     positions: Int32  # [t]
     live: Int32  # [1]; tokens from there on are padding: nothing is read or written for them
     state_rows: Int32  # [b], the state of each batch row
-    kept_states: Int32 | None = None  # [t], state row for the state after each token; None: only the row's last
+    output_state_rows: Int32 | None = None  # [t], state row for the state after each token; None: only the row's last
 
     def runs(self) -> Iterator[tuple[int, int, int, bool]]:
         """Yield begin, end, state row and whether it is new, for each row's tokens; reads on the host."""
@@ -76,7 +76,7 @@ def head_state(state, tokens, first, row, head, heads, i, j, ROWS: tl.constexpr,
 
 def without_none(tokens: StateTokens) -> StateTokens:
     """Return tokens without None fields, for Triton kernels, which get whether states are kept separately."""
-    return tokens if tokens.kept_states is not None else tokens._replace(kept_states=tokens.rows)
+    return tokens if tokens.output_state_rows is not None else tokens._replace(output_state_rows=tokens.rows)
 
 
 def is_contiguous(*tensors: Tensor) -> bool:

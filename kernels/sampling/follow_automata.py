@@ -40,8 +40,8 @@ def follow_row(row, token, state, automaton, stops, guides, finished, vocab, MET
     line = tl.load(guides.automaton_next + state.to(tl.int64) * META.CLASSES + kind)
     from_line = guides.automaton_masks + tl.maximum(line, 0).to(tl.int64) * META.MASK_WORDS
     ends = tl.load(guides.automaton_ends + tl.maximum(line, 0))
-    goes_on = (line >= 0) & ((ends & K.COMPLETES) == 0)
-    if goes_on:
+    continues = (line >= 0) & ((ends & K.COMPLETES) == 0)
+    if continues:
         tl.store(guides.automaton_state + row, line)
         mask_of_row = guides.next_mask + row.to(tl.int64) * META.MASK_WORDS
         for first in range(0, META.MASK_WORDS, META.MASK_BLOCK):
@@ -54,7 +54,7 @@ def follow_row(row, token, state, automaton, stops, guides, finished, vocab, MET
             tl.atomic_or(mask_of_row + stops // K.MASK_BITS, 1 << (stops % K.MASK_BITS), mask=is_stop, sem="relaxed")
     else:
         tl.store(finished + row, 1)
-    return goes_on
+    return continues
 
 
 @operator(is_compiled=True, constants=CONSTANTS._asdict())

@@ -21,7 +21,7 @@ from .sampling_slots import (
     FLAG_TOKEN_MASK,
     MASK_BITS,
     SamplingSlots,
-    held_back,
+    masked_only,
 )
 
 
@@ -58,7 +58,7 @@ def processed_logits(
         index = 0
         stop_id = tl.load(slots.stop_ids + wide_row * META.STOPS)
         stop_id = tl.where(position < tl.load(slots.min_position + row), stop_id, -1)
-        while stop_id != -1:  # below -1: see `held_back`
+        while stop_id != -1:  # below -1: see `masked_only`
             masked = tl.where(stop_id >= 0, stop_id, -2 - stop_id)
             values = tl.where(columns == masked, float("-inf"), values)
             index += 1
@@ -125,7 +125,7 @@ def process_row(
     if flags & FLAG_STOP_MASK and position < slots.min_position.numpy()[row]:
         stop_ids = slots.stop_ids.numpy()[row]
         stop_ids = stop_ids[stop_ids != -1]
-        line[np.where(stop_ids >= 0, stop_ids, held_back(stop_ids))] = -np.inf
+        line[np.where(stop_ids >= 0, stop_ids, masked_only(stop_ids))] = -np.inf
     if flags & FLAG_TOKEN_MASK:
         bits = (slots.token_mask.numpy()[row][:, None] >> np.arange(MASK_BITS, dtype=np.int32)) & 1
         line[bits.reshape(-1)[: len(line)] == 0] = -np.inf

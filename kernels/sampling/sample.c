@@ -120,7 +120,7 @@ static void process_line(const sample_args *a, int64_t row, float *logits) {
     if ((flags & FLAG_PENALTIES) && a->token_counts.data) penalise(a, row, logits);
     if ((flags & FLAG_STOP_MASK) && (int64_t)a->positions.data[row] + 1 < a->min_position.data[row])
         for (int64_t i = 0; i < stops && stop_ids[i] != -1; i++) {
-            int32_t masked = stop_ids[i] >= 0 ? stop_ids[i] : -2 - stop_ids[i]; /* see held_back */
+            int32_t masked = stop_ids[i] >= 0 ? stop_ids[i] : -2 - stop_ids[i]; /* see masked_only */
             if (masked < vocab) logits[masked] = -INFINITY;
         }
     if (flags & FLAG_TOKEN_MASK) mask_tokens(a, row, logits);

@@ -183,9 +183,9 @@ class RowMemory(NamedTuple):
 
 
 @triton.jit
-def count_row(counter, goes_on):
+def count_row(counter, continues):
     """Count a finished row in int32 [2], 8-byte aligned; return how many have finished, and how many continue."""
-    mine = 1 + (goes_on.to(tl.int64) << 32)
+    mine = 1 + (continues.to(tl.int64) << 32)
     counts = tl.atomic_add(counter.to(tl.pointer_type(tl.int64)), mine, sem="acq_rel") + mine
     return counts.to(tl.int32), (counts >> 32).to(tl.int32)
 
@@ -295,13 +295,13 @@ def _choose_kernel(
             line = logits + row.to(tl.int64) * sizes.logits_stride
             row_logprobs(outputs, memory.raw_max, memory.raw_sum, line, row, token, before.tops, sizes.vocab, META)
             tl.debug_barrier()  # all of it is written before it is copied
-        goes_on = advance_row(row, token.to(tl.int64), is_live, flags, before, state, outputs, sizes, META, K)
+        continues = advance_row(row, token.to(tl.int64), is_live, flags, before, state, outputs, sizes, META, K)
         if META.FOLLOW:  # noqa: SIM102 - decided at compile time
-            if goes_on & (automaton_state >= 0):
-                goes_on = follow_row(
+            if continues & (automaton_state >= 0):
+                continues = follow_row(
                     row, token, automaton_state, automaton, before.stops, guides, state.finished, sizes.vocab, META, K
                 )
-        done, going_on = count_row(memory.counters + 2 * rows, goes_on)
+        done, going_on = count_row(memory.counters + 2 * rows, continues)
         if done == rows:
             end_step(before.step, going_on, rows, state, sizes, META)
 

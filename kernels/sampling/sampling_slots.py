@@ -99,7 +99,7 @@ class SamplingSlots(NamedTuple):
     frequency_penalty: Float32  # float32 [b], 0 is off
     bias_ids: Int32  # int32 [b, biases], distinct token ids, -1: unused
     bias_values: Float32  # float32 [b, biases], added to the logits of those ids
-    # int32 [b, stop ids], -1: unused; last, encoded by `held_back`, tokens that are only masked below `min_position`
+    # int32 [b, stop ids], -1: unused; last, encoded by `masked_only`, tokens that are only masked below `min_position`
     stop_ids: Int32
     min_position: Int32  # int32 [b], below it stop ids are masked, and end nothing
     last_position: Int32  # int32 [b], the row is finished by the token at this position
@@ -119,6 +119,6 @@ class LogprobOutputs(NamedTuple):
     top_ids: Int32  # int32 [b, logprobs]
 
 
-def held_back(token: int) -> int:
+def masked_only(token: int) -> int:
     """Encode a token in `stop_ids` that is masked below `min_position` but does not end the row; its own inverse."""
     return -2 - token

@@ -156,22 +156,22 @@ def _judge_drafts_kernel(
     verified = tl.minimum(num_drafts, QUERIES - 1)
     entry = batch.ring_drafts + ((step - INDEX) % sizes.ring_length) * sizes.ring_rows * K.DRAFT_COLUMNS + rows
     if INDEX == 0:
-        judged = has_token & (num_drafts > 0)
+        is_verified = has_token & (num_drafts > 0)
         accepted = tl.zeros([ROWS], dtype=tl.int32)
         tl.store(entry + K.VERIFIED * sizes.ring_rows, verified, mask=live)
     else:
-        judged = has_token & (verified > INDEX)
+        is_verified = has_token & (verified > INDEX)
         accepted = tl.load(entry + K.ACCEPTED * sizes.ring_rows, mask=live, other=0)
-    draft = tl.load(batch.drafts + rows * sizes.most + INDEX, mask=judged, other=-1)
-    is_same = judged & (draft.to(tl.int64) == token)
+    draft = tl.load(batch.drafts + rows * sizes.most + INDEX, mask=is_verified, other=-1)
+    is_same = is_verified & (draft.to(tl.int64) == token)
     tl.store(entry + K.ACCEPTED * sizes.ring_rows, accepted + is_same.to(tl.int32), mask=live)
     ended = tl.load(batch.finished + rows, mask=live, other=1)
-    goes_on = has_token & (ended == 0)
-    position = tl.load(batch.pre_step_seqlens + rows, mask=goes_on, other=0)
+    is_running = has_token & (ended == 0)
+    position = tl.load(batch.pre_step_seqlens + rows, mask=is_running, other=0)
     address = batch.history + rows.to(tl.int64) * width + position
-    tl.store(address, token.to(tl.int32), mask=goes_on & (position < width))
-    still = goes_on & is_same & (verified > INDEX)
-    tl.store(batch.finished + rows, K.PAUSED, mask=goes_on & (still == 0))
+    tl.store(address, token.to(tl.int32), mask=is_running & (position < width))
+    still = is_running & is_same & (verified > INDEX)
+    tl.store(batch.finished + rows, K.PAUSED, mask=is_running & (still == 0))
     tl.store(batch.active_rows, tl.max(tl.where(still, rows + 1, 0), axis=0))
 
 
@@ -228,26 +228,28 @@ def _settle_drafts_kernel(batch, sizes, queries, ADAPTS: tl.constexpr, K: tl.con
     live = rows < tl.load(batch.live_rows)
     ended = tl.load(batch.finished + rows, mask=live, other=1)
     ended = tl.where(ended == K.PAUSED, 0, ended)
-    goes_on = live & (ended == 0)
+    is_running = live & (ended == 0)
     tl.store(batch.finished + rows, ended, mask=live)
     first = (tl.load(batch.step_index) - queries) % sizes.ring_length
     entry = batch.ring_drafts + first * sizes.ring_rows * K.DRAFT_COLUMNS + rows
-    limit = tl.load(batch.draft_limit + rows, mask=goes_on, other=0)
+    limit = tl.load(batch.draft_limit + rows, mask=is_running, other=0)
     if ADAPTS:
-        verified = tl.load(entry + K.VERIFIED * sizes.ring_rows, mask=goes_on, other=0)
-        accepted = tl.load(entry + K.ACCEPTED * sizes.ring_rows, mask=goes_on, other=0)
+        verified = tl.load(entry + K.VERIFIED * sizes.ring_rows, mask=is_running, other=0)
+        accepted = tl.load(entry + K.ACCEPTED * sizes.ring_rows, mask=is_running, other=0)
         higher = tl.minimum(2 * limit, sizes.most)
         lower = tl.minimum(tl.maximum((accepted + limit + 1) // 2, 2), sizes.most)
         limit = tl.where((verified > 0) & (limit > 0), tl.where(accepted >= verified, higher, lower), limit)
-        tl.store(batch.draft_limit + rows, limit, mask=goes_on)
-    position = tl.load(batch.pre_step_seqlens + rows, mask=goes_on, other=0)
-    room = tl.load(batch.last_position + rows, mask=goes_on, other=0) - 1 - position
-    num_drafts = tl.minimum(tl.load(batch.num_drafts + rows, mask=goes_on, other=0), limit)
+        tl.store(batch.draft_limit + rows, limit, mask=is_running)
+    position = tl.load(batch.pre_step_seqlens + rows, mask=is_running, other=0)
+    room = tl.load(batch.last_position + rows, mask=is_running, other=0) - 1 - position
+    num_drafts = tl.minimum(tl.load(batch.num_drafts + rows, mask=is_running, other=0), limit)
     num_drafts = tl.maximum(tl.minimum(num_drafts, room), 0)
     tl.store(batch.num_drafts + rows, num_drafts, mask=live)
     tl.store(entry + K.CANDIDATES * sizes.ring_rows, num_drafts, mask=live)
-    tl.store(entry + K.MATCHED * sizes.ring_rows, tl.load(batch.match_lengths + rows, mask=goes_on, other=0), mask=live)
-    tl.store(batch.running, tl.sum(goes_on.to(tl.int32), axis=0))
+    tl.store(
+        entry + K.MATCHED * sizes.ring_rows, tl.load(batch.match_lengths + rows, mask=is_running, other=0), mask=live
+    )
+    tl.store(batch.running, tl.sum(is_running.to(tl.int32), axis=0))
     tl.store(batch.step_entries, queries)
 
 

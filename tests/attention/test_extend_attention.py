@@ -162,7 +162,7 @@ def test_latent_keys_may_be_in_parts(name, device):
 @pytest.mark.parametrize("version", [extend_attention_triton, extend_attention_torch, extend_attention_native])
 def test_a_query_that_is_no_number_stays_so_and_spoils_no_other(version, dtype, device):
     if version is extend_attention_native and native.library() is None:
-        pytest.skip(f"no compiled kernels: {native.why_not()}")
+        pytest.skip(f"no compiled kernels: {native.unavailable_reason()}")
     device = device if version is extend_attention_triton else "cpu"
     rows = PagedRows.random([5, 40], page_size=16, kv_heads=2, head_dim=64, dtype=dtype, device=device)
     q = torch.randn(45, 4, 64, generator=torch.Generator().manual_seed(2)).to(dtype).to(device)

@@ -37,7 +37,7 @@ Callback = ctypes.CFUNCTYPE(None, ctypes.POINTER(ctypes.c_void_p))
 HostCallback = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 
-def why_not() -> str | None:
+def unavailable_reason() -> str | None:
     """Return why there is no stand-in here; None if there is one."""
     if torch.cuda.is_available():
         return "there is a real driver"
@@ -145,7 +145,7 @@ class Driver:
 @functools.cache
 def loaded() -> Driver:
     """Load it, once for the process; skips the test where there is none."""
-    reason = why_not()
+    reason = unavailable_reason()
     if reason is not None:
         pytest.skip(reason)
     return Driver()

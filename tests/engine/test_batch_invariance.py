@@ -157,7 +157,7 @@ def test_the_number_of_threads_changes_no_bit(folder_of: Any) -> None:
 
 def test_unsupported_settings_are_refused_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "library", lambda *element: None)
-    monkeypatch.setattr(native, "why_not", lambda: "no compiler")
+    monkeypatch.setattr(native, "unavailable_reason", lambda: "no compiler")
     with pytest.raises(ValueError, match="no compiler"):
         LLM("demo", device="cpu", batch_invariant=True)
 

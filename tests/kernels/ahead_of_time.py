@@ -513,7 +513,7 @@ def recurrent_cases() -> dict[str, Callable[[], None]]:
     for dtype, name, tokens in (
         (torch.bfloat16, "bfloat16", plain),
         (torch.float32, "float32", plain),
-        (torch.bfloat16, "drafts", plain._replace(kept_states=ints(ROWS))),
+        (torch.bfloat16, "drafts", plain._replace(output_state_rows=ints(ROWS))),
     ):
         x = torch.empty(ROWS, 3 * HIDDEN, dtype=dtype)
         out, gates = torch.empty(ROWS, HIDDEN, dtype=dtype), torch.empty(ROWS, 2 * heads, dtype=dtype)

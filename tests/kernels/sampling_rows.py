@@ -15,7 +15,7 @@ from graphdecode.kernels.sampling.sampling_slots import (
     LogprobOutputs,
     SamplingCapacity,
     SamplingSlots,
-    held_back,
+    masked_only,
     sampling_slots,
 )
 
@@ -93,7 +93,7 @@ def random_rows(rows: int, vocab: int, seed: int) -> tuple[Tensor, Tensor, Sampl
             presence_penalty=number(-1.0, 1.0) if wish & 2 else 0.0,
             frequency_penalty=number(-0.5, 0.5) if wish & 4 else 0.0,
             biases={integer(0, vocab // 2): number(-4, 4), vocab - 1: number(-4, 4)} if wish & 2 else None,
-            stops=(0, vocab - 2, held_back(1)),
+            stops=(0, vocab - 2, masked_only(1)),
             min_position=50,
             num_logprobs=5 if wish & 4 else -1,
             allowed=sorted({integer(0, vocab) for _ in range(vocab)}) if wish > 8 else None,

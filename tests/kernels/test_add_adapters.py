@@ -33,7 +33,7 @@ PASSES = {  # adapters of the rows, rows of the tokens, live tokens
 @pytest.fixture(params=["torch", "triton", "compiled"])
 def version(request: pytest.FixtureRequest, device: str):
     if request.param == "compiled" and native.library(torch.float32) is None:
-        pytest.skip(str(native.why_not()))
+        pytest.skip(str(native.unavailable_reason()))
     if request.param == "torch":
         flat = versions("add_adapters").torch
         return lambda *given: flat(*given[:-1], *given[-1]), "cpu"

@@ -13,13 +13,13 @@ from graphdecode.kernels.native.instructions import VARIABLE, available, instruc
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(native.library() is None, reason=f"no compiled kernels: {native.why_not()}"),
+    pytest.mark.skipif(native.library() is None, reason=f"no compiled kernels: {native.unavailable_reason()}"),
 ]
 ROOT = Path(__file__).parents[2]
 ANSWERS = """
 from graphdecode import LLM, SamplingParams
 from graphdecode.kernels.native import library as native
-print(native.why_not(), native._load().file)
+print(native.unavailable_reason(), native._load().file)
 for dtype in ("float32", "float16", "bfloat16"):
     params = SamplingParams(temperature=0.0, max_tokens=8)
     print(LLM("demo", dtype=dtype).generate(["417+385="], params, use_tqdm=False)[0].outputs[0].text.strip())

@@ -149,7 +149,7 @@ def bare(name: str) -> str:
 def test_what_is_float32_is_not_rounded_whatever_stands_beside_it(name, version, dtype, device):
     """The same, all in float32, is the oracle: torch's version of it, over the same values."""
     if version == "native" and native.library() is None:
-        pytest.skip(f"no compiled kernels: {native.why_not()}")
+        pytest.skip(f"no compiled kernels: {native.unavailable_reason()}")
     case = CASES[name]()
     where = device if version == "triton" else "cpu"
     given, wide = [], []

@@ -130,6 +130,6 @@ def test_a_norm_in_a_launch_of_its_own_is_the_same_norm(epilogue, device):
     x, weight, _ = inputs(33, 64, 256, torch.float32, device)
     outs = [torch.full((33, 64 if epilogue == "store" else 32), torch.nan, device=device) for _ in range(2)]
     for out, is_apart in zip(outs, (False, True), strict=True):
-        chosen = config("dot")._replace(block_m=64, norms_apart=is_apart)
+        chosen = config("dot")._replace(block_m=64, separate_norm=is_apart)
         small_linear(out, x, weight, None, None, chosen, gain=gain_of(x), eps=EPS, epilogue=epilogue)
     torch.testing.assert_close(outs[1], outs[0], rtol=1e-5, atol=1e-5)

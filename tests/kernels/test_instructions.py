@@ -83,7 +83,7 @@ def test_of_slow_pairs_the_set_is_not_the_fastest(processor: str) -> None:
 @pytest.mark.skipif("avx512_bf16" not in available(), reason="this processor has no pairs of bf16")
 def test_pairs_are_slow_where_measurements_say_so(tmp_path: Path) -> None:
     made = tmp_path / "peaks.so"
-    command = [Compiler.found().command[0], *available()["avx512_bf16"].flags, "-O3", "-std=gnu11", "-shared", "-fPIC"]
+    command = [Compiler.detect().command[0], *available()["avx512_bf16"].flags, "-O3", "-std=gnu11", "-shared", "-fPIC"]
     subprocess.run([*command, str(ROOT / "tools" / "benchmarks" / "peaks.c"), "-o", str(made)], check=True, timeout=60)
     library = ctypes.CDLL(str(made))
     library.float_peak.restype = library.pair_peak.restype = ctypes.c_double
@@ -180,7 +180,7 @@ def unavailable_sets() -> list[str]:
 def test_the_kernels_of_a_set_that_this_processor_lacks_are_valid_c(name: str, element: str) -> None:
     """Nobody runs them here, so a compiler reads them at least: a mistake would leave such processors without any."""
     flags = sets_of_x86(PROCESSORS["Sapphire Rapids"][0])[name].flags
-    compiler = Compiler.found()
+    compiler = Compiler.detect()
     words = [word for word in compiler.command if not word.startswith("-m")]
     checked = [*words, *(flag for flag in flags if flag != "-mtune=native"), *native.include_flags(), "-fsyntax-only"]
     text = native.source_text(element)
@@ -191,7 +191,7 @@ def test_the_kernels_of_a_set_that_this_processor_lacks_are_valid_c(name: str, e
 @compiled
 @pytest.mark.parametrize("name", [name for name in available() if name in ABOVE])
 def test_the_compiler_is_told_of_nothing_above_a_set(name: str) -> None:
-    words = Compiler.found().command[0]
+    words = Compiler.detect().command[0]
     command = [words, *available()[name].flags, "-dM", "-E", "-x", "c", "/dev/null"]
     defined = subprocess.run(command, capture_output=True, check=True, text=True).stdout
     at = list(ABOVE).index(name)
@@ -210,7 +210,7 @@ def test_each_set_has_libraries_of_its_own_with_no_wider_vectors(tmp_path: Path)
         import torch
         from graphdecode.kernels.native import library
         library.library(torch.float32)
-        print(library.why_not(), *(loaded.file for loaded in library.LOADED.values()))
+        print(library.unavailable_reason(), *(loaded.file for loaded in library.LOADED.values()))
     """
     files: dict[str, list[str]] = {}
     widest = {"portable": {"xmm"}, "avx2": {"xmm", "ymm"}}

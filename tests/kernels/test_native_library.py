@@ -43,14 +43,14 @@ ANSWER = """
 from graphdecode import LLM, SamplingParams
 from graphdecode.kernels.native import library as native
 from graphdecode.kernels.native import system
-print(native.why_not())
+print(native.unavailable_reason())
 prompts, params = ["417+385=", "rev oceanic="], SamplingParams(temperature=0.0, max_tokens=16)
 for dtype in ("float32", "float16"):
     outputs = LLM("demo", dtype=dtype).generate(prompts, params, use_tqdm=False)
     print("|".join(output.outputs[0].text.strip() for output in outputs))
 """
 ANSWERS = ["802|cinaeco"] * 2  # in either dtype
-REASON = "from graphdecode.kernels.native import library; print(library.why_not())"
+REASON = "from graphdecode.kernels.native import library; print(library.unavailable_reason())"
 # a compiler that makes a library of nothing, where it does not matter what is made
 QUICKLY = """case "$*" in *-shared*) exec cc "$@" <<'END'
 char filler[60000] = {1};
@@ -61,7 +61,9 @@ void share_choose_token(void *shared) {}
 END
 ;; esac; exec cc "$@"
 """
-FILE = "from graphdecode.kernels.native import library as native; print(native.why_not(), native._load().file)"
+FILE = (
+    "from graphdecode.kernels.native import library as native; print(native.unavailable_reason(), native._load().file)"
+)
 
 
 def started(code: str, **environment: str) -> subprocess.Popen:
@@ -133,7 +135,7 @@ def test_kernels_are_not_made_of_sources_that_changed_under_the_process(when, tm
     if when == "before":
         subprocess.run(change, shell=True, check=True)
     assert native.library() is None
-    assert "have changed since this process started" in native.why_not()
+    assert "have changed since this process started" in native.unavailable_reason()
     assert not list(tmp_path.glob("cache/native/*.so"))
 
 
@@ -207,7 +209,7 @@ int64_t wrong_item(int64_t threads, int64_t items, int64_t least) {
 
 
 def test_threads_do_each_item_once_for_any_number_of_items(tmp_path):
-    Compiler.found().compile({tmp_path / "sharing.so": SHARING}, include_flags())
+    Compiler.detect().compile({tmp_path / "sharing.so": SHARING}, include_flags())
     wrong_item = ctypes.CDLL(str(tmp_path / "sharing.so")).wrong_item
     wrong_item.argtypes, wrong_item.restype = [ctypes.c_int64] * 3, ctypes.c_int64
     for threads in (1, 2, 3, 7, 16):
@@ -231,10 +233,10 @@ def test_another_architecture_compiles_the_kernels_without_flags_of_this_one(nam
 
 
 def test_elsewhere_there_are_none_and_the_reason_is_said(monkeypatch):
-    monkeypatch.setattr(system, "IS_KNOWN", False)
+    monkeypatch.setattr(system, "IS_SUPPORTED", False)
     monkeypatch.setattr(platform, "system", lambda: "Windows")
     with pytest.raises(NotCompiled, match="Linux and macOS alone, this is Windows"):
-        Compiler.found()
+        Compiler.detect()
 
 
 def test_a_kernel_that_reads_what_it_is_not_given_fails_to_compile(tmp_path):
@@ -242,7 +244,7 @@ def test_a_kernel_that_reads_what_it_is_not_given_fails_to_compile(tmp_path):
     assert "TENSOR(const int32_t) positions;" in text
     for wrong in ("TENSOR(const int32_t) place;", "int64_t positions;"):
         with pytest.raises(NotCompiled, match="positions"):
-            Compiler.found().compile(
+            Compiler.detect().compile(
                 {tmp_path / "kernels.so": text.replace("TENSOR(const int32_t) positions;", wrong)},
                 ["-Werror=incompatible-pointer-types", *include_flags()],
             )
@@ -295,7 +297,7 @@ def test_where_one_part_is_missing_an_element_type_has_no_kernels(monkeypatch):
     monkeypatch.setitem(native.LOADED, native.Unit("f32", "linear"), broken)
     assert native.library() is not None
     assert native.library(torch.float32) is native.library(torch.float32, "linear") is None
-    assert native.why_not() == broken.reason
+    assert native.unavailable_reason() == broken.reason
     assert not native.is_expected(torch.float32)
 
 

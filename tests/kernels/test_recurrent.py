@@ -62,7 +62,7 @@ PASSES = {
 def version(request: pytest.FixtureRequest, device: str) -> Callable[[str], tuple[Callable[..., None], str]]:
     """Return a function from an operator's name to one of its versions and where it runs."""
     if request.param == "compiled" and native.library(torch.float32) is None:
-        pytest.skip(str(native.why_not()))
+        pytest.skip(str(native.unavailable_reason()))
 
     def of(name: str) -> tuple[Callable[..., None], str]:
         if request.param == "torch":
@@ -234,7 +234,7 @@ def test_a_chunk_has_the_bits_of_its_tokens_one_by_one(version, name: str) -> No
 
     def given(begin: int, end: int, state: Tensor, kept: Any = None) -> tuple[Tensor, tuple[Any, ...]]:
         rows = replace(whole, runs=((1, begin, end - begin),))
-        tokens, part = rows.tokens(where)._replace(kept_states=kept), slice(begin, end)
+        tokens, part = rows.tokens(where)._replace(output_state_rows=kept), slice(begin, end)
         if name == "causal_conv":
             out = torch.zeros(end - begin, 32, device=where)
             return out, (out, drawn(6, 32)[part].to(where), state, drawn(4, 32, seed=1).to(where), None, True, tokens)

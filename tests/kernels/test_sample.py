@@ -21,7 +21,7 @@ from graphdecode.kernels.sampling.sampling_slots import (
     WITHOUT_FINITE,
     WITHOUT_NUMBERS,
     SamplingSlots,
-    held_back,
+    masked_only,
 )
 
 native_sample = versions("sample").native
@@ -321,7 +321,7 @@ def test_bias_can_force_and_forbid(draw):
     assert draw(logits, slots).tolist() == [17, int(logits_without.argmax())]
 
 
-@pytest.mark.parametrize("stops", [(39,), (held_back(39),), (7, held_back(39), held_back(0))])
+@pytest.mark.parametrize("stops", [(39,), (masked_only(39),), (7, masked_only(39), masked_only(0))])
 def test_stop_ids_and_what_is_held_back_are_masked_below_the_minimum_position_alone(draw, stops):
     rows = 4
     logits = torch.zeros(rows, 40)

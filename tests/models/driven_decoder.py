@@ -42,7 +42,7 @@ class DrivenDecoder:
         pages_per_row = -(-max_length // PAGE_SIZE)
         self.null_page = rows * pages_per_row
         self.caches: list[LayerState] = []
-        for state, keys in zip(config.recurrent or [None] * model.num_layers, config.kept_keys, strict=True):
+        for state, keys in zip(config.recurrent or [None] * model.num_layers, config.cached_keys, strict=True):
             state = Recurrent(()) if keys is None and state is None else state
             sizes_of_keys = keys or Keys(1, 1)  # in place of none, which are not made
             shape = (self.null_page + 1, PAGE_SIZE, sizes_of_keys.heads, sizes_of_keys.head_dim)

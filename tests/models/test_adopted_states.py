@@ -175,7 +175,7 @@ def test_what_keeps_its_state_elsewhere_is_refused_with_file_and_line(tmp_path: 
 
 def test_states_are_counted_before_any_weight_is_read(adopted: Callable[[str], Adopted]) -> None:
     shape = describe_model(adopted("jamba").folder)
-    assert [keys is None for keys in shape.kept_keys] == [True, False]
+    assert [keys is None for keys in shape.cached_keys] == [True, False]
     (state, _) = shape.recurrent
     assert state is not None
     assert state.nbytes == 4 * 128 * (4 + 8)

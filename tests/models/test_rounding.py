@@ -44,7 +44,7 @@ def exact_logits(folder: Path, dtype: torch.dtype) -> list[Tensor]:
 @pytest.mark.parametrize(("name", "dtype"), BOUNDS)
 def test_16_bits_lose_no_more_than_their_products_inputs_do(checkpoint, name, dtype, compiled):
     if compiled and native.library() is None:
-        pytest.skip(f"no compiled kernels: {native.why_not()}")
+        pytest.skip(f"no compiled kernels: {native.unavailable_reason()}")
     expected = exact_logits(checkpoint(name), getattr(torch, dtype))
     with nullcontext() if compiled else native.switched_off():
         actual = decoded_logits(checkpoint(name), "cpu", 256, dtype)

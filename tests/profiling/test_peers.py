@@ -157,7 +157,7 @@ def test_outputs_of_another_length_or_vocabulary_are_refused() -> None:
 @pytest.mark.parametrize("name", list(PEERS))
 def test_every_peer_names_the_package_that_is_missing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda module: None)
-    assert PEERS[name]().why_not(DEMO, SMALL).startswith("not installed: ")
+    assert PEERS[name]().unavailable_reason(DEMO, SMALL).startswith("not installed: ")
 
 
 SMALL_CONFIG: dict[str, Any] = {

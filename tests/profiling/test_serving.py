@@ -187,9 +187,9 @@ def test_our_server_is_measured_beside_the_engine_below_it(tmp_path: Path) -> No
 def test_peers_are_named_with_the_python_that_has_them(tmp_path: Path) -> None:
     llama, vllm = parse_servers(["llama-cpp=/opt/python", "vllm"])
     file, folder = tmp_path / "model.gguf", tmp_path
-    assert (llama.why_not(file), vllm.why_not(folder)) == ("", "")
-    assert "GGUF" in llama.why_not(folder)
-    assert "--checkpoint" in vllm.why_not(file)
+    assert (llama.unavailable_reason(file), vllm.unavailable_reason(folder)) == ("", "")
+    assert "GGUF" in llama.unavailable_reason(folder)
+    assert "--checkpoint" in vllm.unavailable_reason(file)
     command = llama.command(Setting(file, 8, 512, (0, 1)), 1234)
     assert command[0] == "/opt/python"
     assert command[command.index("--n_threads") + 1] == "2"

@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphdecode.graphs import recorded
-from graphdecode.kernels.native.registration import is_own, versions
+from graphdecode.kernels.native.registration import is_registered, versions
 
 NATIVE_DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 WAVE_ITEMS = 6  # at which the interpreted device is full: long rows are split
@@ -21,7 +21,7 @@ class Interpreted(TorchDispatchMode):
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         has_memory = all(kind is torch.Tensor for kind in types)  # opcheck's tensors have none
-        called = versions(operator._opname).triton if is_own(operator) and has_memory else operator
+        called = versions(operator._opname).triton if is_registered(operator) and has_memory else operator
         return called(*args, **(kwargs or {}))
 
 
@@ -36,7 +36,7 @@ def back_end(kind: str) -> Iterator[str]:
     from hostile_rows import quick_interpreter
 
     def bound(operator: Any, *arguments: Any) -> Any:
-        return partial(versions(operator._opname).triton, *arguments) if is_own(operator) else None
+        return partial(versions(operator._opname).triton, *arguments) if is_registered(operator) else None
 
     planned = "graphdecode.attention.paged_decode"
     with pytest.MonkeyPatch.context() as patch, quick_interpreter(), Interpreted():

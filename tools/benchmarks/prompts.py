@@ -120,7 +120,7 @@ def measured_peaks(threads: int) -> dict[str, float]:
     """Return the operations per second of each kind of number, bf16 in pairs and in tiles; 0 if not available."""
     with tempfile.TemporaryDirectory() as scratch:
         made = Path(scratch) / "peaks.so"
-        Compiler.found().compile({made: Path(__file__).with_name("peaks.c").read_text()}, [])
+        Compiler.detect().compile({made: Path(__file__).with_name("peaks.c").read_text()}, [])
         library = ctypes.CDLL(str(made))
     peaks = {}
     for name in ("float_peak", "half_peak", *_OF_BF16, "byte_peak"):

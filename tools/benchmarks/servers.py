@@ -94,7 +94,7 @@ class Server(NamedTuple):
     name: str
     python: str = sys.executable
 
-    def why_not(self, weights: Path) -> str:
+    def unavailable_reason(self, weights: Path) -> str:
         """Return why it cannot serve these weights; "" if it can be tried."""
         if self.name == "llama-cpp" and weights.suffix != ".gguf":
             return "it serves GGUF files"
@@ -266,8 +266,10 @@ def compare(contest: Contest, peers: Sequence[Server]) -> dict[str, list[dict[st
 
         calls: dict[str, Callable[[], dict[str, Any]]] = {}
         for peer in peers:
-            weights = contest.weights if not peer.why_not(contest.weights) else contest.checkpoint or contest.weights
-            if why := peer.why_not(weights):
+            weights = contest.weights
+            if peer.unavailable_reason(weights):
+                weights = contest.checkpoint or weights
+            if why := peer.unavailable_reason(weights):
                 raise ArgumentError(f"{peer.name} cannot serve {weights.name}: {why}")
             for name, server in ((peer.name, peer), (f"graphdecode beside {peer.name}", Server("graphdecode"))):
                 calls[name] = _turns(partial(_peer, start(server, weights), contest, server.name != "llama-cpp"))

@@ -224,7 +224,7 @@ def seen(shares: Iterator[Share]) -> dict[str, Any]:
 
 def extensions() -> list[str]:
     """Return the extensions that the compiler may use."""
-    command = [*Compiler.found().command, "-dM", "-E", "-x", "c", "/dev/null"]
+    command = [*Compiler.detect().command, "-dM", "-E", "-x", "c", "/dev/null"]
     defined = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True).stdout.split()
     return [name.strip("_") for name in EXTENSIONS if name in defined]
 
@@ -238,7 +238,7 @@ def one(
     torch.set_num_threads(1)
     began = time.perf_counter()
     if not triton and native.library() is None:
-        raise SystemExit(native.why_not())
+        raise SystemExit(native.unavailable_reason())
     found = {name: seen(part(is_whole)) for name, part in ({"tiles": tiles} if triton else PARTS).items()}
     told: dict[str, Any] = {"extensions": [] if triton else extensions()}
     told["parts"] = {name: forms for name, forms in found.items() if forms}

@@ -51,7 +51,7 @@ def compare_engines(
         opened.callback(own.close)
         engines: dict[str, Peer] = {own.name: own}
         for peer in tqdm(peers, desc="opening peers", unit="peer", disable=not progress, leave=False):
-            reason = peer.why_not(folder, workload) or attempt(partial(peer.open, folder, workload))[1]
+            reason = peer.unavailable_reason(folder, workload) or attempt(partial(peer.open, folder, workload))[1]
             if reason:
                 left_out[peer.name] = reason
                 continue

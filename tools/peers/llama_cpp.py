@@ -93,8 +93,8 @@ class LlamaCpp(Peer):
     requires: ClassVar = {"llama_cpp": "llama-cpp-python", "gguf": "gguf"}
     devices = ("cpu",)
 
-    def why_not(self, folder: Path, workload: Workload) -> str:
-        return super().why_not(folder, workload) or why_not_gguf(describe_model(folder))
+    def unavailable_reason(self, folder: Path, workload: Workload) -> str:
+        return super().unavailable_reason(folder, workload) or why_not_gguf(describe_model(folder))
 
     def open(self, folder: Path, workload: Workload) -> None:
         self._api = llama_cpp_of()

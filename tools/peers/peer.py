@@ -76,7 +76,7 @@ class Peer(ABC):
     requires: ClassVar[Mapping[str, str]] = {}  # module -> distribution that brings it
     devices: ClassVar[tuple[str, ...]] = ("cpu", "cuda")  # devices that are supported here
 
-    def why_not(self, folder: Path, workload: Workload) -> str:
+    def unavailable_reason(self, folder: Path, workload: Workload) -> str:
         """Return why this peer cannot run, or ""."""
         absent = [package for module, package in self.requires.items() if util.find_spec(module) is None]
         if absent:

@@ -254,7 +254,7 @@ def product_of(
         counters = made(config.counters(rows, out_features), dtype=torch.int32)
     width = out_features // 2 if fused.is_gated else out_features
     out, x = made(rows, width), made(rows, in_features)
-    gain = made(in_features, dtype=torch.float32) if fused.is_normed and not config.norms_apart else None
+    gain = made(in_features, dtype=torch.float32) if fused.is_normed and not config.separate_norm else None
     given = (out, x, weight, bias, gain, partial, counters, 0.0, fused.epilogue, 1.0)
     (launch,) = launches_of(lambda: small_linear_triton(*given, config))
     return launch
@@ -287,10 +287,10 @@ def _pretended(gpu: Gpu, product_us: Callable[[Launch], float]) -> Iterator[None
         if not found:
             return None, {"plain": 1.0}
         configs = [config._replace(pdl=gpu.arch >= 90 and fused.starts_early(rows)) for config in found]
-        configs += [config._replace(norms_apart=False) for config in configs if config.norms_apart]
+        configs += [config._replace(separate_norm=False) for config in configs if config.separate_norm]
         apart_us = {True: _NORM_US, False: 0.0}
         times = {
-            str(config): product_us(product_of(weight, bias, rows, config, fused)) + apart_us[config.norms_apart]
+            str(config): product_us(product_of(weight, bias, rows, config, fused)) + apart_us[config.separate_norm]
             for config in configs
         }
         return min(configs, key=lambda config: times[str(config)]), {"plain": math.inf, **times}

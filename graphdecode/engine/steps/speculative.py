@@ -109,7 +109,7 @@ class ModelDrafts(DraftSource[SpeculativeBatch]):
             else LayerCache.zeros(
                 (pages, setting.page_size, keys.heads, keys.head_dim), dtype, device, latent_rank=keys.latent_rank
             )
-            for keys in config.kept_keys
+            for keys in config.cached_keys
         ]
         draft_setting = replace(setting, model=model, caches=self._caches, kv_dtype=dtype)
         self._attention = decode_attention_of(draft_setting, 2 * setting.config.max_batch_size, batch_invariant=False)
@@ -268,7 +268,7 @@ class SpeculativeStep(DecodeStep[SpeculativeBatch]):
         )
         if self._states:
             inputs.scan_rows = inputs.rows // queries
-            inputs.kept_states = inputs.rows + self._setting.draft_state_row
+            inputs.output_state_rows = inputs.rows + self._setting.draft_state_row
             inputs.state_rows = batch.state_rows
         if batch.adapters is not None:
             inputs.adapters = batch.adapters.repeat_interleave(queries)

@@ -18,7 +18,7 @@ from graphdecode.config import BucketConfig
 from graphdecode.config.sampling_params import SamplingParams
 from graphdecode.engine.constraint import Guide
 from graphdecode.errors import ArgumentError, shown
-from graphdecode.extensions import BRING_YOUR_OWN, EntryPoints, refuse_taken
+from graphdecode.extensions import BRING_YOUR_OWN, EntryPoints, refuse_duplicate
 from graphdecode.graphs import Loop
 from graphdecode.kernels.linear.add_adapters import NO_ADAPTER
 from graphdecode.kernels.sampling.sampling_slots import (
@@ -35,7 +35,7 @@ from graphdecode.kernels.sampling.sampling_slots import (
     WITHOUT_FINITE,
     WITHOUT_NUMBERS,
     SamplingCapacity,
-    held_back,
+    masked_only,
     sampling_slots,
 )
 from graphdecode.models import Chunks, Model
@@ -132,7 +132,7 @@ class RowSampling(_CopiedParams):
         *,
         seed: int,
         stop_ids: tuple[int, ...],
-        held_back_ids: tuple[int, ...] = (),
+        masked_only_ids: tuple[int, ...] = (),
         prompt_length: int,
         max_length: int,
         vocab_size: int,
@@ -142,7 +142,7 @@ class RowSampling(_CopiedParams):
         """Return the slot values of a request.
 
         `bad_words` are token ids; `constrained` is a token mask that the constraint changes between steps.
-        `held_back_ids` are also masked before `min_tokens`, but end no output.
+        `masked_only_ids` are also masked before `min_tokens`, but end no output.
         """
         if params.allowed_token_ids is not None:
             constrained = token_mask(params.allowed_token_ids, vocab_size)
@@ -155,7 +155,7 @@ class RowSampling(_CopiedParams):
             seed=seed,
             bias_ids=tuple(bias),
             bias_values=tuple(bias.values()),
-            stop_ids=(*stop_ids, *map(held_back, held_back_ids)),
+            stop_ids=(*stop_ids, *map(masked_only, masked_only_ids)),
             min_position=min(prompt_length + params.min_tokens, max_length) if params.min_tokens else 0,
             last_position=max_length - 1,
             num_logprobs=-1 if params.logprobs is None else params.logprobs,
@@ -360,7 +360,7 @@ def register_step(name: str, make: StepMaker, *, replace: bool = False) -> None:
     Raises:
         ArgumentError: the name is taken.
     """
-    refuse_taken("a step", name, name in STEPS, replace)
+    refuse_duplicate("a step", name, name in STEPS, replace)
     STEPS[name] = make
 
 

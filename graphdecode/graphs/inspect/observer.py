@@ -27,7 +27,7 @@ from graphdecode.graphs.inspect.owners import (
     storage_address,
     storage_key,
 )
-from graphdecode.kernels.native.registration import is_own
+from graphdecode.kernels.native.registration import is_registered
 
 try:
     from torch.utils._python_dispatch import TorchDispatchMode as TorchsMode  # private: may be removed
@@ -95,7 +95,7 @@ class Schema(NamedTuple):
     tensors: tuple[tuple[int, str, bool], ...]  # arguments with tensors: index, name, and whether they are written
     is_mutable: bool
     is_aten: bool
-    is_own: bool  # of the project: it writes into given tensors alone
+    is_registered: bool  # of the project: it writes into given tensors alone
     operator: Any
     hazard: str | None
     reshapes: bool  # changes only shape and strides (`transpose_`, `unsqueeze_`)
@@ -125,7 +125,7 @@ def schema_of(func: Any) -> Schema:
         tuple((index, *arguments[index][:2]) for index, takes in enumerate(takes_tensors) if takes),
         schema.is_mutable,
         func.namespace in ("aten", "prim"),
-        is_own(func),
+        is_registered(func),
         func,
         hazard,
         reshapes,
@@ -232,7 +232,7 @@ class StepObserver(TorchDispatchMode):
             if is_written:
                 written.append(tensor)
                 self.written[key] += 1
-        if not (schema.is_own and self.binds_native):
+        if not (schema.is_registered and self.binds_native):
             before = [(tensor, tensor.shape, storage_address(tensor)) for tensor in written]
             result = func(*args, **kwargs)
             if is_literal:

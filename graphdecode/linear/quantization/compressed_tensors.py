@@ -44,7 +44,7 @@ from graphdecode.linear.weight_form import Stored
 
 _FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mxfp4-pack-quantized", "dense")
 _PARTS = ("weight", "weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx")
-_VALUES_AT_ONCE = 1 << 22  # float32 values quantized at a time
+_CHUNK_VALUES = 1 << 22  # float32 values quantized at a time
 _GROUP_SIZES = (128, 64, 32)  # default: the first that divides all columns
 _FLOAT8_MOST = 448.0
 # candidates for a group's largest value over its scale: larger ones clip it, for more precise others
@@ -306,7 +306,7 @@ def quantized_groups(
     scales = weight.new_empty(rows, columns // size)
     kind = torch.float8_e4m3fn if scheme.code == "e4m3" else torch.uint8
     codes = weight.new_empty(rows, columns * scheme.bits // 8, dtype=kind)
-    step = max(1, _VALUES_AT_ONCE // columns)
+    step = max(1, _CHUNK_VALUES // columns)
     for begin in range(0, rows, step):
         some = slice(begin, begin + step)
         groups = weight[some].float().unflatten(1, (-1, size))

@@ -18,7 +18,7 @@ from graphdecode.linear.weight_form import Shard, Stored
 
 Read = Callable[[str, tuple[slice, ...]], Tensor]  # reads a slice of a tensor by name; (): all of it
 FLOATS = ("F32", "F16", "BF16")  # dtypes of scales
-_VALUES_AT_ONCE = 1 << 22  # float32 values dequantized at a time
+_CHUNK_VALUES = 1 << 22  # float32 values dequantized at a time
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class PackedTensor:
             return
         weight = self._unpacked(read, ())
         first, last, _ = rows.indices(self.stored.shape[0])
-        step = max(1, _VALUES_AT_ONCE // weight.shape[1])
+        step = max(1, _CHUNK_VALUES // weight.shape[1])
         for begin in range(first, last, step):
             some = weight.rows(slice(begin, min(begin + step, last))).dequantized()
             out[begin - first : begin - first + step].copy_(some[:, columns[0]] if columns else some)

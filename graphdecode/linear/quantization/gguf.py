@@ -27,7 +27,7 @@ from graphdecode.linear.weight_form import PLAIN_DTYPES, Shard
 _LOW_NIBBLES = 0x0F0F0F0F0F0F0F0F  # in eight bytes
 _NON_LINEAR = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)  # IQ4_NL and IQ4_XS
 _FP4 = (0, 1, 2, 3, 4, 6, 8, 12)  # twice the values of e2m1, which makes them integers
-_VALUES_AT_ONCE = 1 << 21  # to quantize, which needs some tens of MB of temporary memory
+_CHUNK_VALUES = 1 << 21  # to quantize, which needs some tens of MB of temporary memory
 _MOVES = (-0.75, -0.5, -0.25, 0.0, 0.25, 0.5, 0.75)  # added to the largest code, for candidate scales
 _LEAST = 1e-15
 
@@ -285,7 +285,7 @@ class GgufBlocks(QuantizedWeight):
 
 def quantized_blocks(weight: Tensor, block_type: str) -> Tensor:
     """Return a weight [rows, columns], whole blocks, as uint8 [rows, bytes of a row]: Q8_0, Q5_0, Q4_K or Q6_K."""
-    step = max(1, _VALUES_AT_ONCE // weight.shape[1])
+    step = max(1, _CHUNK_VALUES // weight.shape[1])
     return torch.cat([_QUANTIZED[block_type](some.float()) for some in weight.split(step)])
 
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from graphdecode.errors import UnsupportedModelError, shown
-from graphdecode.extensions import BRING_YOUR_OWN, EntryPoints, refuse_taken
+from graphdecode.extensions import BRING_YOUR_OWN, EntryPoints, refuse_duplicate
 from graphdecode.linear.quantization.awq import Awq
 from graphdecode.linear.quantization.bitsandbytes import BitsAndBytes
 from graphdecode.linear.quantization.compressed_tensors import CompressedTensors
@@ -27,7 +27,7 @@ def register_format(format: type[QuantizationFormat], *, replace: bool = False) 
     Raises:
         ArgumentError: the name is taken.
     """
-    refuse_taken("a quantization format", format.name, format.name in FORMATS, replace)
+    refuse_duplicate("a quantization format", format.name, format.name in FORMATS, replace)
     FORMATS[format.name] = format
 
 
@@ -35,7 +35,7 @@ _OUTSIDE = EntryPoints("graphdecode.quantization", lambda _, format: register_fo
 
 
 def _formats() -> list[type[QuantizationFormat]]:
-    if not _OUTSIDE.is_found:
+    if not _OUTSIDE.is_loaded:
         _OUTSIDE.find()
     return list(FORMATS.values())
 

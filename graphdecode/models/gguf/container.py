@@ -292,7 +292,7 @@ class Metadata:
         return value
 
 
-_VALUES_AT_ONCE = 1 << 19  # to dequantize, which needs a few MB of temporary memory
+_CHUNK_VALUES = 1 << 19  # to dequantize, which needs a few MB of temporary memory
 
 
 @dataclass(frozen=True)
@@ -326,7 +326,7 @@ class TensorView:
         slices = () if shard is None else shard.slices(self.shape)
         rows = np.arange(math.prod(leading)).reshape(leading)[slices[: len(leading)]].ravel()
         columns = slices[len(leading)] if len(slices) > len(leading) else slice(None)
-        target, step = out.view(len(rows), -1), max(1, _VALUES_AT_ONCE // row_length)
+        target, step = out.view(len(rows), -1), max(1, _CHUNK_VALUES // row_length)
         for begin in range(0, len(rows), step):
             values = self._read_rows(self._stored_rows(rows[begin : begin + step]), row_length)
             values = (values if self.columns is None else values[:, self.columns])[:, columns]

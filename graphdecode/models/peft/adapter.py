@@ -30,7 +30,7 @@ _BASE_WEIGHT = re.compile(
 _TEXT = re.compile(r"\blanguage_model\.")  # the decoder of a multimodal model
 # what training kept beside A and B, and nothing else reads
 _OF_TRAINING = re.compile(r"base_model\.model\..+\.lora_(velora_embed|monteclora_sampler\..+)")
-_LEAST_HALF, _ROWS_AT_ONCE = 2.0**-24, 4096  # the smallest float16; rows of a table that are compared at once
+_LEAST_HALF, _CHUNK_ROWS = 2.0**-24, 4096  # the smallest float16; rows of a table that are compared at once
 _MATCHING_S = 1.0  # seconds that all expressions of an adapter may take: some take years
 
 
@@ -147,7 +147,7 @@ def _is_same(base: Tensor, saved: Tensor) -> bool:
     relative = 0.0 if is_exact else max(torch.finfo(each.dtype).eps for each in (base, saved))
     return all(
         torch.allclose(one.float(), other.to(one.device).float(), rtol=relative, atol=0.0 if is_exact else _LEAST_HALF)
-        for one, other in zip(base.split(_ROWS_AT_ONCE), saved.split(_ROWS_AT_ONCE), strict=True)
+        for one, other in zip(base.split(_CHUNK_ROWS), saved.split(_CHUNK_ROWS), strict=True)
     )
 
 
