@@ -202,21 +202,20 @@ def test_every_candidate_gives_each_program_work(shape, itemsize):
 
 
 @pytest.mark.parametrize(
-    ("rows", "changes", "counters", "message"),
+    ("rows", "changes", "counters", "match"),
     [
-        (3, {"kind": "gemv"}, 8, "x has 3 rows; the gemv kernel takes 1..2"),
-        (2, {"kind": "gem"}, 8, "config.kind is 'gem'; it must be one of dot, gemv"),
-        (33, {"splits": 2}, 5, "counters holds 5; 6 are needed"),
-        (1, {"splits": 2}, None, "counters holds 0; 2 are needed"),
+        (3, {"kind": "gemv"}, 8, r"x has 3 rows; .* 1\.\.2"),
+        (2, {"kind": "gem"}, 8, "config.kind is 'gem'"),
+        (33, {"splits": 2}, 5, "counters holds 5; 6"),
+        (1, {"splits": 2}, None, "counters holds 0; 2"),
     ],
 )
-def test_what_does_not_fit_is_refused(rows, changes, counters, message):
+def test_invalid_rows_kinds_and_counters_are_refused(rows, changes, counters, match):
     x, weight, bias = inputs(rows, 50, 130, torch.float32, "cpu")
     held = None if counters is None else torch.zeros(counters, dtype=torch.int32)
     out = torch.zeros(rows, 50)
-    with pytest.raises(ValueError) as caught:  # noqa: PT011 - the message is compared literally
+    with pytest.raises(ValueError, match=match):
         small_linear(out, x, weight, bias, held, config(**changes))
-    assert str(caught.value) == message
     assert not out.any()
 
 
