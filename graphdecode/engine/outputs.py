@@ -1,4 +1,4 @@
-"""What launches sampled, appended to sequences and turned into events."""
+"""Sampled tokens are appended to their sequences and turned into events."""
 
 from __future__ import annotations
 

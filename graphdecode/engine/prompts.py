@@ -47,7 +47,7 @@ class PromptChunk:
 
 @dataclass(kw_only=True)
 class PromptSlots(StepSlots):
-    """What a prefill pass reads: t tokens of b rows; see `Chunks`."""
+    """Inputs of a prefill pass: t tokens of b rows; see `Chunks`."""
 
     tokens: Annotated[Tensor, SlotField(("batch",), torch.int64, _DUMMY_TOKEN, _CHUNKS)]  # int64 [t]
     rows: Annotated[Tensor, SlotField(("batch",), torch.int32, staged=_CHUNKS)]  # int32 [t]

@@ -87,7 +87,7 @@ class RequestRules:
 
     @property
     def length_hint(self) -> str:
-        """What to change for longer sequences."""
+        """Advice: the settings to change for longer sequences."""
         if self.capacity.max_sequence_length >= self.model_max_length:
             return f"the model's own limit is {self.model_max_length}"
         return (

@@ -124,7 +124,7 @@ class Sequence:
 
 
 class FailedSequence(Exception):
-    """What scheduling one sequence raised."""
+    """The error that scheduling one sequence raised."""
 
     def __init__(self, sequence: Sequence, reason: Exception) -> None:
         super().__init__(str(reason))

@@ -1,4 +1,4 @@
-"""What one rank has of a model, before it is loaded."""
+"""One rank's part of a model, before it is loaded."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ class GraphClock:
 
 
 class FusedForm(NamedTuple):
-    """What a step fuses with a product: the norm before it, and an epilogue of `small_linear`."""
+    """Operators that a step fuses with a product: the norm before it, and an epilogue of `small_linear`."""
 
     is_normed: bool = False
     epilogue: str = "store"

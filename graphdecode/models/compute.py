@@ -1,4 +1,4 @@
-"""What a model computes with: the device, the dtype, and the options of its weight forms."""
+"""How a model is computed: the device, the dtype, and the options of its weight forms."""
 
 import platform
 from collections.abc import Callable
@@ -101,7 +101,7 @@ def num_parameters(config: ModelShape) -> int:
 
 
 class FormRequest(NamedTuple):
-    """What a caller of `load_model` asks of the weight forms."""
+    """Options of the weight forms that a caller of `load_model` sets."""
 
     dtype: str | torch.dtype
     batch_sizes: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""What a model is and takes, found without reading its weights."""
+"""A description of a model and its memory, without reading its weights."""
 
 import math
 from pathlib import Path

@@ -18,7 +18,7 @@ class AdapterError(ArgumentError):
 
 
 class LowRank(NamedTuple):
-    """What an adapter adds to one product, `scale * B @ A`, or to those of all experts."""
+    """The low-rank term of an adapter in one product, `scale * B @ A`, or to those of all experts."""
 
     down: Tensor  # A, [experts * rank, in_features], one expert's rows after another's
     up: Tensor  # B, [out_features, rank * experts], the columns of a rank side by side, one of each expert

@@ -25,7 +25,7 @@ ROLLING = "rolling"  # the page table of layers with rolling pages, which change
 
 @dataclass(kw_only=True)
 class DecodeInputs(StepSlots):
-    """What the model reads in a decode step, b rows; or as many queries, if drafts of a row are verified."""
+    """Inputs of the model in a decode step, b rows; or as many queries, if drafts of a row are verified."""
 
     tokens: Annotated[Tensor, SlotField(("batch",), torch.int64, pad=1, staged=ROWS)]  # int64 [b], to feed
     pre_step_seqlens: Annotated[Tensor, SlotField(("batch",), torch.int32, staged=ROWS)]  # int32 [b], their positions

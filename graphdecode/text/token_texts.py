@@ -26,7 +26,7 @@ _BYTE_LEVEL = _byte_level()
 
 
 class TokenTexts:
-    """What each token of a tokenizer adds to a text; thread-safe.
+    """The text that each token of a tokenizer adds; thread-safe.
 
     Args:
         tokenizer: a `tokenizers.Tokenizer`.

@@ -108,7 +108,7 @@ _LOG = logging.getLogger("graphdecode")
 
 
 class Unit(NamedTuple):
-    """What is compiled to a library: a part of the kernels, for an element type."""
+    """A compilation unit, one library: a part of the kernels, for an element type."""
 
     kind: str
     part: str = BASE

@@ -1,4 +1,4 @@
-"""What the decode steps read and write: one declaration of each tensor."""
+"""Inputs and outputs of the decode steps: one declaration of each tensor."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class DecodeBatch(DecodeInputs):
 
     @property
     def advance_state(self) -> AdvanceState:
-        """What the end of a step changes."""
+        """Tensors that the end of a step changes."""
         return self.record(AdvanceState)
 
     @property
@@ -107,5 +107,5 @@ class SpeculativeBatch(DecodeBatch):
 
     @property
     def draft_rows(self) -> DraftRows:
-        """What verification reads and writes."""
+        """Tensors that verification reads and writes."""
         return self.record(DraftRows)

@@ -176,7 +176,7 @@ class DecodeStep(Step[B]):
     def run(self, shape: StepShape, batch: B, chunks: Chunks | None = None) -> None:
         """Run one decode step or one half of it; with chunks, a mixed step."""
         if shape.part == "choose":
-            self._sample_plain(batch, batch.logits)
+            self._sample_batch(batch, batch.logits)
             return
         if chunks is None:
             logits = self._model.decode(batch, self._caches, self._attention)
@@ -185,9 +185,9 @@ class DecodeStep(Step[B]):
         if shape.part == "logits":
             batch.logits.copy_(logits)
         else:
-            self._sample_plain(batch, logits)
+            self._sample_batch(batch, logits)
 
-    def _sample_plain(self, batch: B, logits: Tensor) -> None:
+    def _sample_batch(self, batch: B, logits: Tensor) -> None:
         self._sample(batch, logits, batch.live_rows)
 
     def _sample(self, batch: B, logits: Tensor, live_rows: Tensor) -> None:

@@ -221,7 +221,7 @@ class SpeculativeStep(DecodeStep[SpeculativeBatch]):
         if shape.part == "choose" or (shape.part == "whole" and not self._is_looped):
             self._copy_drafts(batch)
 
-    def _sample_plain(self, batch: SpeculativeBatch, logits: Tensor) -> None:
+    def _sample_batch(self, batch: SpeculativeBatch, logits: Tensor) -> None:
         """Sample a token of each row; cheap drafts are made and verified, but not fed."""
         if self._source.is_cheap:
             self._source.draft(batch, 1)

@@ -60,7 +60,7 @@ def storage_address(tensor: Tensor) -> int | None:
 
 
 class TensorInfo(NamedTuple):
-    """What is known of a tensor's memory, which does not change while the tensor is where it is."""
+    """A tensor's memory: fixed while its storage is not replaced."""
 
     tensor: Tensor  # kept, for it is known by its id
     key: int | None  # of its storage
@@ -70,7 +70,7 @@ class TensorInfo(NamedTuple):
 
     @classmethod
     def of(cls, tensor: Tensor, owner: str | None) -> TensorInfo:
-        """Read it of a tensor."""
+        """Return the record of a tensor."""
         if is_opaque(tensor):
             return cls(tensor, None, None, owner, tensor)
         storage = tensor.untyped_storage()
