@@ -21,6 +21,11 @@ environment() {
         fi
         echo "installing graphdecode$extras ..." >&2
         .venv/bin/pip install -q -c constraints.txt -e ".$extras"
+        # Tests compile CUDA C++ by NVRTC, of which torch's CUDA builds bring a version of their own.
+        if [[ $extras == *test* ]] && .venv/bin/python -c 'import torch; raise SystemExit(torch.version.cuda is not None)'; then
+            .venv/bin/pip install -q --no-deps nvidia-cuda-nvrtc==13.5.37 2>/dev/null ||
+                echo "without the package nvidia-cuda-nvrtc the tests of CUDA C++ are skipped" >&2
+        fi
         touch "$stamp"
     fi
     export PATH="$PWD/.venv/bin:$PATH"
