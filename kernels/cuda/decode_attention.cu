@@ -278,9 +278,10 @@ DEVICE void merge_blocks(const Arguments &a, const Layout &shared, u32 row, u32 
     }
     for (u32 rank = 0; rank < blocks; rank++) {
       float of_block = cluster_load(merged + all + 2 * head, rank);
-      if (of_block == -infinity()) continue;
+      float total_of_block = cluster_load(merged + all + 2 * head + 1, rank);
+      if (of_block == -infinity() && total_of_block == 0.0f) continue;  // no key; a NaN has no largest logit, and stays
       float new_top = fmaxf(top, of_block), shrink = exp_2(top - new_top), weight = exp_2(of_block - new_top);
-      total = total * shrink + weight * cluster_load(merged + all + 2 * head + 1, rank);
+      total = total * shrink + weight * total_of_block;
       sum = sum * shrink + weight * cluster_load(merged + i, rank);
       top = new_top;
     }

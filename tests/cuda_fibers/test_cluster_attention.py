@@ -108,6 +108,19 @@ def test_it_agrees_with_float64_without_faults(name: str, seeds: range) -> None:
         assert torch.equal(version.out, versions[0].out), "the order of threads changes no bit"
 
 
+@pytest.mark.parametrize("case", [COMMON, HALVES, CHUNKS], ids=["sinks", "one block", "8 bits"])
+def test_queries_that_are_nan_give_nan_to_their_row_alone(case: dict[str, Any]) -> None:
+    case = case | {"lens": (130, 3)}
+    outs = []
+    for first in (slice(0), slice(0, case["group"] * case["kv_heads"] * case["head_dim"])):
+        problem, version = Problem(case, "cpu", 1), OnFibers(case, 0)
+        problem.qkv[0, first] = torch.nan
+        problem.run(version)
+        outs.append(version.out)
+    assert outs[1][0].isnan().all()
+    assert torch.equal(outs[0][1:], outs[1][1:])
+
+
 @pytest.mark.parametrize("case", THREE_TILES, ids=["16 bits", "8 bits"])
 @pytest.mark.parametrize("seeds", [range(2), pytest.param(range(3, 23), marks=pytest.mark.slow)], ids=["2", "20"])
 def test_each_call_that_orders_is_missed_when_it_is_left_out(case: dict[str, Any], seeds: range) -> None:
