@@ -48,9 +48,12 @@ def limits_of(device: torch.device) -> Limits:
 @functools.cache
 def has_clusters(device: torch.device) -> bool:
     """Return whether a device is a GPU with clusters (sm_90 on) for which CUDA C++ can be compiled."""
-    if device.type != "cuda" or torch.version.hip is not None or nvrtc.unavailable_reason() is not None:
+    if device.type != "cuda" or torch.version.hip is not None:
         return False
-    return torch.cuda.get_device_capability(device)[0] >= 9
+    capability = torch.cuda.get_device_capability(device)
+    if missing := nvrtc.unavailable_reason() or nvrtc.unknown_reason(capability):
+        nvrtc.say(f"Triton's attention serves without that by clusters: {missing}")
+    return missing is None and capability[0] >= 9
 
 
 def is_chosen(device: torch.device) -> bool:

@@ -29,6 +29,7 @@ class Kernel:
 
     def __init__(self, code: bytes, name: str) -> None:
         self.name = name
+        _bind_context()
         (self._module,) = _call(driver.cuModuleLoadData, code)
         (self._function,) = _call(driver.cuModuleGetFunction, self._module, name.encode())
         self._shared_bytes = _SHARED_BY_DEFAULT
@@ -43,7 +44,7 @@ class Kernel:
         starts_early: bool = False,
         cluster: int = 1,
     ) -> None:
-        """Launch into the current stream of the current device.
+        """Launch into the current stream of the current device; without blocks nothing is launched.
 
         Args:
             grid: blocks, up to three numbers.
@@ -53,6 +54,9 @@ class Kernel:
             starts_early: it may start before the previous kernel ends, when that one's blocks allow it.
             cluster: blocks of a cluster, which divide the grid's first number.
         """
+        if 0 in grid:
+            return
+        _bind_context()
         if shared_bytes > self._shared_bytes:
             limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             _call(driver.cuFuncSetAttribute, self._function, limit, shared_bytes)
@@ -77,6 +81,14 @@ def loaded(source: str, name: str, defines: tuple[tuple[str, int | str], ...], d
     """Return a kernel of a source of this folder for the current device, compiled and loaded once; see `compiled`."""
     macros: Defines = dict(defines)
     return Kernel(compiled(source, macros, architecture(torch.cuda.get_device_capability(device))), name)
+
+
+def _bind_context() -> None:
+    """Make the current device's context current; in a new thread torch does it with the first call that needs one."""
+    (context,) = _call(driver.cuCtxGetCurrent)
+    if not int(context):
+        (context,) = _call(driver.cuDevicePrimaryCtxRetain, torch.cuda.current_device())
+        _call(driver.cuCtxSetCurrent, context)
 
 
 def _parameter(value: Argument) -> tuple[Any, Any]:

@@ -24,6 +24,7 @@ FOLDER = Path(__file__).parent
 SWITCH = "GRAPHDECODE_NVRTC"
 _OPTIONS = ("--std=c++17",)
 _WAIT_SECONDS = 120
+_LEAST_CAPABILITY = (8, 0)  # products of 16-bit floats by 16 columns
 Defines = Mapping[str, int | str]  # macros of a source: what its code is specialized for
 
 
@@ -42,6 +43,15 @@ def unavailable_reason() -> str | None:
         version()
     except RuntimeError as error:  # the library is missing
         return f"NVRTC cannot be loaded, which the package nvidia-cuda-nvrtc has: {str(error).splitlines()[0]}"
+    return None
+
+
+def unknown_reason(capability: tuple[int, int]) -> str | None:
+    """Return why the NVRTC here compiles no kernels for GPUs of a compute capability; None if it does."""
+    if capability < _LEAST_CAPABILITY:
+        return f"they need sm_80, and the GPU is {architecture(capability)}"
+    if 10 * capability[0] + capability[1] not in known_architectures():
+        return f"NVRTC {'.'.join(map(str, version()))} does not know {architecture(capability)}"
     return None
 
 
@@ -77,6 +87,14 @@ def compiled(source: str, defines: Defines, arch: str) -> bytes:
 def version() -> tuple[int, int]:
     """Return NVRTC's version; a RuntimeError without its library."""
     return _checked(nvrtc.nvrtcVersion())
+
+
+@functools.cache
+def known_architectures() -> list[int]:
+    """Return the architectures that NVRTC compiles for, such as 90; a RuntimeError without its library."""
+    _checked(nvrtc.nvrtcGetNumSupportedArchs())
+    (numbers,) = _checked(nvrtc.nvrtcGetSupportedArchs())
+    return [int(number) for number in numbers]
 
 
 def _kept(folder: PrivateFolder, name: str) -> bytes | None:

@@ -23,7 +23,7 @@ from typing import Annotated, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..cuda.nvrtc import say, unavailable_reason
+from ..cuda.nvrtc import say, unavailable_reason, unknown_reason
 from ..model.act_mul import ACTIVATIONS, activated, gated
 from ..native.optional_triton import prefetch, tl, triton, wait_and_trigger
 from ..native.registration import Float32, OneOf, Written, operator
@@ -101,9 +101,9 @@ def skinny_candidates(x: Tensor, weight: Tensor | WeightTiles, pdl: bool) -> lis
     """Return the configurations of the CUDA C++ kernel, the likeliest first; none if it does not take the operands."""
     if not x.is_cuda:
         return []
-    if (missing := unavailable_reason()) is not None:
+    if missing := unavailable_reason() or unknown_reason(torch.cuda.get_device_capability(x.device)):
         say(f"Triton's kernels serve without those in CUDA C++: {missing}")
-    if unsupported_reason(x, weight) is not None:
+    if missing or unsupported_reason(x, weight) is not None:
         return []
     return [
         SmallLinearConfig("skinny", SKINNY_ROWS * tiles, step_of(weight), 1, warps, ahead, early, SKINNY_ROWS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -63,6 +64,27 @@ def test_captured_launches_follow_each_other_and_start_early_where_they_say_so(k
     ]
     assert [edge.type for edge in edges] == [1, 0, 1]  # programmatic
     ask(cuda.cuGraphDestroy, graph)
+
+
+def test_a_new_thread_loads_and_launches_in_the_devices_context(
+    kernel: Kernel, stream: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    memory = ask(cuda.cuMemAlloc, 64)
+    ask(cuda.cuMemsetD32Async, memory, 5, 1, stream)
+    at = SimpleNamespace(data_ptr=lambda: int(memory))
+    with ThreadPoolExecutor(1) as threads:
+        threads.submit(kernel.launch, (1,), 32, (at, 7, None)).result()
+    with ThreadPoolExecutor(1) as threads:
+        threads.submit(Kernel, device_code(SOURCE, {"add": [8, 4, 8]}, tmp_path), "add").result().unload()
+    ask(cuda.cuStreamSynchronize, stream)
+    assert int32_at(memory) == 12
+    ask(cuda.cuMemFree, memory)
+
+
+def test_a_grid_without_blocks_launches_nothing(kernel: Kernel, stream: object) -> None:
+    for grid in ((0,), (4, 0)):
+        kernel.launch(grid, 32, (None, 1, None))
 
 
 def test_a_refused_launch_names_the_call(kernel: Kernel, stream: object) -> None:

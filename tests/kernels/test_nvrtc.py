@@ -50,6 +50,20 @@ def test_an_error_has_the_compilers_log(folder: Path) -> None:
         nvrtc.compiled("one.cu", {}, "sm_80")
 
 
+def test_gpus_that_nvrtc_does_not_know_and_old_ones_have_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nvrtc, "version", lambda: (12, 4))
+    monkeypatch.setattr(nvrtc, "known_architectures", lambda: [75, 80, 90])
+    assert [nvrtc.unknown_reason(each) for each in ((8, 0), (9, 0))] == [None, None]
+    assert "12.4" in (nvrtc.unknown_reason((10, 3)) or "")
+    assert "sm_75" in (nvrtc.unknown_reason((7, 5)) or "")
+
+
+@needs_nvrtc
+def test_nvrtc_tells_the_architectures_that_it_compiles_for(folder: Path) -> None:
+    assert {80, 90} <= set(nvrtc.known_architectures())
+    assert all(nvrtc.compiled("one.cu", {"VALUE": 1}, f"sm_{each}") for each in nvrtc.known_architectures()[-2:])
+
+
 @pytest.mark.parametrize("missing", ["bindings", "library", "switch"])
 def test_without_nvrtc_there_is_a_reason(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse() -> None:

@@ -226,6 +226,21 @@ def test_without_nvrtc_there_is_a_line_and_triton_serves(
     assert capsys.readouterr().err.count("no such library") == 1
 
 
+def test_for_an_unknown_gpu_there_is_a_line_and_no_candidate(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for module in (small_linear_module, skinny_linear):
+        monkeypatch.setattr(module, "unavailable_reason", lambda: None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    nvrtc.say.cache_clear()
+    x = torch.zeros(1, 128, dtype=BFLOAT16)
+    on_gpu: Any = SimpleNamespace(
+        is_cuda=True, device=x.device, dtype=x.dtype, shape=x.shape, stride=x.stride, data_ptr=x.data_ptr
+    )
+    assert [skinny_candidates(on_gpu, torch.zeros(16, 128, dtype=BFLOAT16), True) for _ in range(2)] == [[], []]
+    assert capsys.readouterr().err.count("sm_75") == 1
+
+
 @pytest.mark.gpu
 @needs_nvrtc
 @pytest.mark.parametrize("rows", [1, 3, 8])
