@@ -119,7 +119,7 @@ def pack_event(event: Event, request_id: int, *, with_metrics: bool) -> tuple[An
 
 
 def unpack_event(packed: tuple[Any, ...], metrics: RequestMetrics) -> Event:
-    """Return the event; `known`: metrics for one that was packed without."""
+    """Return the event; `metrics`: for one that was packed without."""
     event = Event(*packed)
     return event._replace(metrics=metrics if event.metrics is None else RequestMetrics(*event.metrics))  # type: ignore[misc]
 
