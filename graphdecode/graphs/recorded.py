@@ -132,7 +132,7 @@ class Recorder(StepTracer):
     def _call(
         self, schema: Schema, args: tuple, kwargs: dict, result: Any, new: list[Tensor], keep_alive: list[Tensor | None]
     ) -> Callable[[], Any]:
-        """Return a call that repeats an operator, and keeps no memory but the blocks and what is `held`."""
+        """Return a call that repeats an operator, and keeps no memory but the blocks and what is `keep_alive`."""
         bound: Any = bind(schema.operator, *values_of(schema, args, kwargs)) if schema.is_registered else None
         if isinstance(bound, (NativeCall, NativeSequence)):
             for call in bound.calls if isinstance(bound, NativeSequence) else [bound]:
