@@ -241,7 +241,7 @@ def for_log(names: Iterable[str]) -> tuple[str, ...]:
     return tuple(ascii(name[:_MAX_UNKNOWN_LENGTH])[1:-1] for name in islice(names, _MAX_UNKNOWN))
 
 
-class BodyError(NamedTuple):
+class BodyProblem(NamedTuple):
     """What is wrong with a body."""
 
     message: str
@@ -249,7 +249,7 @@ class BodyError(NamedTuple):
     code: str
 
 
-def problem_of(error: ValidationError) -> BodyError:
+def problem_of(error: ValidationError) -> BodyProblem:
     """Return the first error of a body.
 
     A field of several types has one error for each: that of the type that fits furthest counts, or all types are named.
@@ -267,7 +267,7 @@ def problem_of(error: ValidationError) -> BodyError:
     else:
         expected = " or ".join(filter(None, (", ".join(map(str, types[:-1])), types[-1])))
         message = f"{path or 'the body'} must be {expected}, got {shown(first['input'])}"
-    return BodyError(message, path or None, first["type"])
+    return BodyProblem(message, path or None, first["type"])
 
 
 def _type_of(error: Any) -> str | None:

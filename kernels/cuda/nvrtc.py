@@ -28,7 +28,7 @@ _LEAST_CAPABILITY = (8, 0)  # products of 16-bit floats by 16 columns
 Defines = Mapping[str, int | str]  # macros of a source: what its code is specialized for
 
 
-class CompilationError(RuntimeError):
+class CompilationFailed(RuntimeError):
     """NVRTC refused a source; the message has its log."""
 
 
@@ -66,7 +66,7 @@ def compiled(source: str, defines: Defines, arch: str) -> bytes:
     It is compiled once, and kept in the cache folder by a digest of sources, macros, architecture and NVRTC's version.
 
     Raises:
-        CompilationError: NVRTC refuses.
+        CompilationFailed: NVRTC refuses.
         RuntimeError: there is no NVRTC.
     """
     if reason := unavailable_reason():
@@ -138,7 +138,7 @@ def compile_sources(sources: dict[str, str], options: list[str]) -> bytes:
             (size,) = _checked(nvrtc.nvrtcGetProgramLogSize(program))
             log = b" " * size
             _checked(nvrtc.nvrtcGetProgramLog(program, log))
-            raise CompilationError(f"NVRTC refuses {name} with {' '.join(options)}: {log.decode(errors='replace')}")
+            raise CompilationFailed(f"NVRTC refuses {name} with {' '.join(options)}: {log.decode(errors='replace')}")
         (size,) = _checked(nvrtc.nvrtcGetCUBINSize(program))
         code = b" " * size
         _checked(nvrtc.nvrtcGetCUBIN(program, code))

@@ -46,7 +46,7 @@ def test_a_damaged_file_is_compiled_again(folder: Path) -> None:
 
 @needs_nvrtc
 def test_an_error_has_the_compilers_log(folder: Path) -> None:
-    with pytest.raises(nvrtc.CompilationError, match="VALUE"):
+    with pytest.raises(nvrtc.CompilationFailed, match="VALUE"):
         nvrtc.compiled("one.cu", {}, "sm_80")
 
 

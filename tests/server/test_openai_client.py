@@ -171,7 +171,7 @@ def test_chats_go_through_the_template(client: openai.OpenAI) -> None:
         ({"prompt": "1" * 300}, None),
         ({"logit_bias": {"x": 1.0}}, "logit_bias"),
         ({"extra_body": {"top_k": -7}}, "top_k"),
-        ({"extra_body": {"stop_token_ids": ["a"]}}, "stop_token_ids"),
+        ({"extra_body": {"stop_token_ids": ["a"]}}, "stop_token_ids[0]"),
     ],
 )
 def test_wrong_types_and_ranges_are_400_and_name_the_field(client, asked, param):

@@ -84,7 +84,7 @@ def test_tools_without_a_name_are_refused(client: openai.OpenAI) -> None:
     for tool in ({"type": "function"}, {"type": "function", "function": {"name": {}}}):
         with pytest.raises(openai.BadRequestError) as caught:
             client.chat.completions.create(model="chain", messages=[QUESTION], tools=[tool])
-        assert caught.value.param == "tools"
+        assert caught.value.param == "tools[0]"
 
 
 def test_a_template_of_a_client_is_refused(client: openai.OpenAI) -> None:

@@ -85,7 +85,7 @@ def test_tools_and_variables_reach_the_template(tokenizer: Any) -> None:
         ([], "got an empty list"),
         (["hello"], "got 'hello'"),
         ([{"content": "a"}], r"messages\[0\] .*`role`"),
-        ([TURNS[0], {"role": "user"}], r"messages\[1\] .*`content`"),
+        ([TURNS[0], {"role": "user"}], r"messages\[1\].content "),
         ([{"role": "user", "content": 3}], r"messages\[0\].content .*got 3"),
         ([{"role": "user", "content": None}], r"messages\[0\].content "),
         ([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], r"content\[0\] .*'image_url'"),

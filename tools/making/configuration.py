@@ -60,6 +60,13 @@ _VARIABLES = [  # name, what it takes, what holds if it is left out, meaning
         "0 (no, off, false): on a GPU no [CUDA C++](kernels.md) is compiled; Triton's kernels serve, and "
         "`steps_per_launch` makes that many launches.",
     ),
+    (
+        "GRAPHDECODE_CLUSTER_ATTENTION",
+        "1",
+        "Triton's attention",
+        "1 (yes, on, true): on GPUs with clusters a step's attention is the [CUDA C++](kernels.md#kernels-in-cuda-c) "
+        "kernel, which no GPU has timed yet.",
+    ),
     ("CC", "a command", "the first of `cc`, `gcc` and `clang`", "The C compiler."),
 ]
 _FILE_HEADER = "# graphdecode's defaults: change a copy of this file; every key is optional.\n"

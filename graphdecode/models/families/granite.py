@@ -86,7 +86,7 @@ class GraniteHybrid(Granite, Sparse, Mamba2Hybrid):
                 weight_map |= {f"{at}{param_name}": dense[f"{at}{param_name}"] for param_name in ("gate_up", "down")}
         return weight_map
 
-    def maps(self, config: ModelConfig) -> tuple[WeightMap, ...]:
+    def layouts(self, config: ModelConfig) -> tuple[WeightMap, ...]:
         maps = super().layouts(config)
         return *maps, {param_name: tuple(map(_as_in_transformers, parts)) for param_name, parts in maps[0].items()}
 
