@@ -243,7 +243,12 @@ class Contest:
             small_linear(out, self._x, weight, self._bias, counters, config, **fused)
 
     def chosen(self, config: SmallLinearConfig | None) -> PrecedingProduct:
-        """Return the product as what comes before the next one in a layer."""
+        """Return the product as what comes before the next one in a layer, which ends the contest.
+
+        Copies of the weight, and what came before, are released: else each product would keep those of all before it.
+        """
+        del self._weights[1:], self._outs[1:]
+        self._before = None
         call = partial(self._launch, self._outs[0], self._weights[0], config, self._counters(config))
         return PrecedingProduct(call, self._residual.shape[1], self._fused.epilogue != "store")
 

@@ -13,6 +13,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+from ..native.library import off_reason
 from ..native.private_folder import FOLDER_VARIABLE, PrivateFolder, cache_folder
 
 try:
@@ -35,8 +36,8 @@ class CompilationFailed(RuntimeError):
 @functools.cache
 def unavailable_reason() -> str | None:
     """Return why CUDA C++ cannot be compiled here; None if it can."""
-    if os.environ.get(SWITCH, "").lower() in ("0", "no", "off", "false"):
-        return f"{SWITCH} is {os.environ[SWITCH]}"
+    if (reason := off_reason(SWITCH)) is not None:
+        return reason
     if nvrtc is None:
         return "cuda-bindings is not installed"
     try:

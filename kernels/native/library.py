@@ -181,7 +181,7 @@ def _known_failure() -> str | None:
 def describe() -> str:
     """Return the status of the compiled kernels, as text, without compiling."""
     try:
-        if (reason := _off()) is not None:
+        if (reason := off_reason(SWITCH)) is not None:
             raise NotCompiled(reason)
         if all(_carried_file(unit).exists() for unit in UNITS):
             return f"compiled kernels: {CARRIED}\ncompiler: none, the package carries them"
@@ -211,7 +211,7 @@ def is_expected(element: torch.dtype | None) -> bool:
         return all(LOADED[unit].library is not None for unit in units)
     try:
         is_carried = all(_carried_file(unit).exists() for unit in units)
-        return _off() is None and (is_carried or bool(Compiler.detect()))
+        return off_reason(SWITCH) is None and (is_carried or bool(Compiler.detect()))
     except NotCompiled:
         return False
 
@@ -256,15 +256,15 @@ def _load(first: Unit = _FIRST, *others: Unit) -> LoadedLibrary:
     return next((LOADED[unit] for unit in units if LOADED[unit].library is None), LOADED[units[-1]])
 
 
-def _off() -> str | None:
-    """Return that the environment switches the kernels off; None: it does not."""
-    value = os.environ.get(SWITCH, "")
-    return f"{SWITCH} is {value}" if value.lower() in ("0", "no", "off", "false") else None
+def off_reason(switch: str) -> str | None:
+    """Return that a variable of the environment switches kernels off; None: it does not."""
+    value = os.environ.get(switch, "")
+    return f"{switch} is {value}" if value.lower() in ("0", "no", "off", "false") else None
 
 
 def _loaded_or_reasons(units: list[Unit]) -> dict[Unit, LoadedLibrary]:
     """Return the libraries of units that are not loaded yet, or why there are none."""
-    if (reason := _off()) is None:
+    if (reason := off_reason(SWITCH)) is None:
         try:
             check_sources()
             return _carried(units) or _compiled(units)

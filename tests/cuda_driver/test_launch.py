@@ -83,8 +83,14 @@ def test_a_new_thread_loads_and_launches_in_the_devices_context(
 
 
 def test_a_grid_without_blocks_launches_nothing(kernel: Kernel, stream: object) -> None:
+    memory = ask(cuda.cuMemAlloc, 64)
+    ask(cuda.cuMemsetD32Async, memory, 5, 1, stream)
+    at = SimpleNamespace(data_ptr=lambda: int(memory))
     for grid in ((0,), (4, 0)):
-        kernel.launch(grid, 32, (None, 1, None))
+        kernel.launch(grid, 32, (at, 7, None))  # type: ignore[arg-type]
+    ask(cuda.cuStreamSynchronize, stream)
+    assert int32_at(memory) == 5
+    ask(cuda.cuMemFree, memory)
 
 
 def test_a_refused_launch_names_the_call(kernel: Kernel, stream: object) -> None:

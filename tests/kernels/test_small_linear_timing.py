@@ -1,10 +1,13 @@
 """The contest between the products of few rows: who wins, who is dropped, and how the clock captures."""
 
 import contextlib
+import gc
+import weakref
 from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import Tensor
 
 from graphdecode.kernels.linear.linear import linear
 from graphdecode.kernels.linear.small_linear import SmallLinearConfig, candidates, tiled_config
@@ -73,6 +76,27 @@ def test_the_fastest_candidate_wins_and_all_are_tried_with_an_early_start():
     assert times["plain"] == pytest.approx(10e-6)
     assert times[str(winner)] == pytest.approx(4e-6)
     assert len(times) == len(timed) + 1
+
+
+def test_a_contest_keeps_neither_copies_of_its_weight_nor_the_contests_before_it(monkeypatch):
+    clone, copies, clock = Tensor.clone, [], StandInClock(lambda _: 5e-6)
+
+    def noted(tensor, *args, **kwargs):
+        copy = clone(tensor, *args, **kwargs)
+        copies.append(weakref.ref(copy))
+        return copy
+
+    monkeypatch.setattr(Tensor, "clone", noted)
+    o, gate_up = weight_of(64, 512, torch.bfloat16), weight_of(128, 64, torch.bfloat16)
+    first = weakref.ref(o)
+    fastest_product(o, None, 8, clock, FUSED_FORMS["o"])
+    alive = [copy() for copy in copies]
+    assert len(copies) > 2
+    assert not [copy for copy in alive if copy is not None and copy.shape == o.shape]
+    del o, alive
+    fastest_product(gate_up, None, 8, clock, FUSED_FORMS["gate_up"])
+    gc.collect()
+    assert first() is None
 
 
 def test_no_early_start_where_the_gpu_has_none():
