@@ -141,8 +141,8 @@ class StepShape(NamedTuple):
         if not self.rows:
             return f"the pass of {self.prompt_tokens} prompt tokens" + ", adapters" * self.has_adapters
         beside = f" + {self.prompt_tokens} prompt tokens" if self.prompt_tokens else ""
-        rest = ("" if self.part == "whole" else f", {self.part}") + ", adapters" * self.has_adapters
-        return f"bucket {self.rows}" + f" x {self.queries}" * (self.queries > 1) + beside + rest
+        suffix = ("" if self.part == "whole" else f", {self.part}") + ", adapters" * self.has_adapters
+        return f"bucket {self.rows}" + f" x {self.queries}" * (self.queries > 1) + beside + suffix
 
 
 class ShapeLadder:

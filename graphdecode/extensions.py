@@ -19,7 +19,7 @@ from typing import Any
 
 from graphdecode.errors import ArgumentError, GraphdecodeError, shown
 
-BRING_YOUR_OWN = "of your own comes by --load-module FILE, LLM(load_modules=[FILE]) or a package's entry points"
+HOW_TO_REGISTER = "of your own comes by --load-module FILE, LLM(load_modules=[FILE]) or a package's entry points"
 _LOG = logging.getLogger(__name__)
 _LOCK = threading.RLock()  # reentrant: imported modules may read registries
 LOADED: dict[Path, ModuleType] = {}

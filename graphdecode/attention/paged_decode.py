@@ -90,13 +90,13 @@ class PagedDecodeAttention:
         batch_invariant: split at fixed positions, so that a row's bits do not depend on the rest of the batch.
 
     Attributes:
-        appends_apart: `append_and_run` is two launches: for an int8 cache on a GPU, whose keys are mixed before.
+        separate_append: `append_and_run` is two launches: for an int8 cache on a GPU, whose keys are mixed before.
 
     Raises:
         ValueError: a size is less than 1, or the heads do not divide.
     """
 
-    DEVICES_APART: ClassVar = {"cuda"}  # of `appends_apart`
+    SEPARATE_APPEND_DEVICES: ClassVar = {"cuda"}  # of `separate_append`
 
     def __init__(
         self,
@@ -127,9 +127,9 @@ class PagedDecodeAttention:
             self.device, num_qo_heads=num_qo_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, head_dim_v=value_dim,
             dtype=dtype, kv_dtype=dtype if kv_dtype is None else kv_dtype,
         )  # fmt: skip
-        self.appends_apart = kv_dtype == torch.int8 and self.device.type in self.DEVICES_APART
-        self._rows: list[Tensor] = []  # row numbers, if `appends_apart`
-        if self.appends_apart:
+        self.separate_append = kv_dtype == torch.int8 and self.device.type in self.SEPARATE_APPEND_DEVICES
+        self._rows: list[Tensor] = []  # row numbers, if `separate_append`
+        if self.separate_append:
             self._rows = [torch.arange(max_batch_size, dtype=torch.int32, device=self.device)]
         self._planned: tuple[Tensor, Tensor] | None = None  # lengths and live rows of the step
         self.is_invariant = batch_invariant
@@ -198,10 +198,10 @@ class PagedDecodeAttention:
     ) -> None:
         """Append each row's new token to one layer's cache and write its attention into `out`; see `append_attention`.
 
-        This is one launch, or two; see `appends_apart`. One launch takes the newest key from registers, so its bits
+        This is one launch, or two; see `separate_append`. One launch takes the newest key from registers, so its bits
         differ from `rope_append` and `run`, which batch-invariant models use.
         """
-        if self.appends_apart and self._planned is not None:
+        if self.separate_append and self._planned is not None:
             q, count = torch.empty_like(out), out.shape[0]
             lens, live = self._planned
             (rows,) = self._rows

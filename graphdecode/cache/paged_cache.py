@@ -148,10 +148,10 @@ class PagedKVCache:
             raise CacheFullError(f"all {self.null_state_row} rows of states are in use")
         cached = self.ledger.open(sequence_id, token_ids, root)
         if self.has_states:
-            known = self._state_rows.take(sequence_id, self.ledger.digests_of(sequence_id)) * self.page_size
-            if self.rolling is not None and known < cached:
-                self.ledger.truncate(sequence_id, known)
-                return known
+            with_states = self._state_rows.take(sequence_id, self.ledger.digests_of(sequence_id)) * self.page_size
+            if self.rolling is not None and with_states < cached:
+                self.ledger.truncate(sequence_id, with_states)
+                return with_states
         return cached
 
     def restore_state(self, sequence_id: Hashable) -> None:

@@ -61,11 +61,11 @@ class StateRows:
             self._free.insert(0, row)
 
     def _cached_pages(self, row: int, digests: Sequence[bytes]) -> int:
-        known, rolling = self._digests.get(row), self.rolling
-        if known is None or rolling is None:
+        written_digests, rolling = self._digests.get(row), self.rolling
+        if written_digests is None or rolling is None:
             return 0
-        pairs = enumerate(zip(known, digests, strict=False))
-        common = next((page for page, (a, b) in pairs if a != b), min(len(known), len(digests)))
+        pairs = enumerate(zip(written_digests, digests, strict=False))
+        common = next((page for page, (a, b) in pairs if a != b), min(len(written_digests), len(digests)))
         first_visible = max(common * rolling.page_size - rolling.window, 0)
         overwritten = self._written[row] - rolling.pages * rolling.page_size
         return common if overwritten <= first_visible else 0

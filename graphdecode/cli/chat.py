@@ -193,8 +193,8 @@ def answer(conversation: Conversation, text: str) -> None:
     if request is not None and request.outputs[0].finish_reason == "length":
         tokens = len(request.outputs[0].token_ids)
         is_full = len(request.prompt_token_ids) + tokens >= limit
-        why = f"the limit of {limit} tokens is reached (--max-sequence-length)" if is_full else "--max-tokens"
-        _print_message(f"the output was cut after {tokens} token{'s' * (tokens != 1)}: {why}")
+        reason = f"the limit of {limit} tokens is reached (--max-sequence-length)" if is_full else "--max-tokens"
+        _print_message(f"the output was cut after {tokens} token{'s' * (tokens != 1)}: {reason}")
     _warn_of_repeats(conversation)
     if conversation.num_forgotten != forgotten:
         _print_message(

@@ -94,7 +94,7 @@ class ModelRecord:
     """A model on this machine, and the memory that it needs."""
 
     name: str  # for `--model`
-    place: str  # "shipped", "installed", a folder of GRAPHDECODE_MODELS, or "hub cache"
+    location: str  # "shipped", "installed", a folder of GRAPHDECODE_MODELS, or "hub cache"
     path: str
     format: str  # "safetensors" or "gguf"
     disk_bytes: int
@@ -193,7 +193,7 @@ def _record(model: LocalModel, settings: EngineConfig, device: torch.device) -> 
 def _table(records: list[ModelRecord]) -> Table:
     columns: dict[str, Callable[[ModelRecord], str]] = {
         "model": lambda record: record.name,
-        "from": lambda record: record.place,
+        "from": lambda record: record.location,
         "format": lambda record: record.format,
         "architecture": lambda record: record.architecture or "",
         "disk MiB": lambda record: _mebibytes(record.disk_bytes),

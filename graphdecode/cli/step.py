@@ -154,8 +154,8 @@ def _show(graphs: GraphTable, runner: Runner | None, as_json: bool) -> None:
         runner.graphs.capture(kinds=list(_BESIDE))
         beside = {name: report for name, report in runner.reports().items() if name in _BESIDE}
     if as_json:
-        plain = {name: report.as_dict() for name, report in beside.items()}
-        typer.echo(json.dumps(graphs.report().as_dict() | plain, indent=1))
+        others = {name: report.as_dict() for name, report in beside.items()}
+        typer.echo(json.dumps(graphs.report().as_dict() | others, indent=1))
         return
     typer.echo(str(graphs.report()))
     for name, report in beside.items():

@@ -10,11 +10,17 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from graphdecode.convert.folders import CONFIG_FILE, DequantizedGguf, quantization_config, write_rest, write_weights
+from graphdecode.convert.folders import (
+    CONFIG_FILE,
+    DequantizedGguf,
+    quantization_config,
+    write_other_files,
+    write_weights,
+)
 from graphdecode.convert.gguf_model import GgufModel
 from graphdecode.errors import ArgumentError
 from graphdecode.linear.quantization.registry import online_quantizations, weight_type
-from graphdecode.linear.weight_form import PLAIN_DTYPES, Stored
+from graphdecode.linear.weight_form import FLOAT_DTYPES, Stored
 from graphdecode.models.checkpoint import Checkpoint
 from graphdecode.models.describe import check_model
 from graphdecode.models.family import family_of
@@ -81,9 +87,9 @@ def quantized_copy(
             write_weights(quantizing, partial, counted(names, progress))
             quantization = quantization_config(quantizing)
             if isinstance(source, DequantizedGguf):
-                source.write_rest(partial, tokenizer, {"quantization_config": quantization})
+                source.write_other_files(partial, tokenizer, {"quantization_config": quantization})
             else:
-                write_rest(source, partial, quantization)
+                write_other_files(source, partial, quantization)
     return out
 
 
@@ -105,7 +111,7 @@ def converted_copy(
     with _atomically(out) as partial:
         partial.mkdir()
         write_weights(source, partial, counted(names, progress, "converting"))
-        source.write_rest(partial, tokenizer, {})
+        source.write_other_files(partial, tokenizer, {})
     return out
 
 
@@ -145,7 +151,7 @@ def _check_out(out: Path, model: Path, file_format: str, overwrite: bool) -> Non
 def _check_room(out: Path, tensors: list[Stored]) -> None:
     def size(stored: Stored) -> int:
         quantized = weight_type(stored.dtype)
-        bits = PLAIN_DTYPES[stored.dtype].itemsize * 8 if quantized is None else quantized.bits
+        bits = FLOAT_DTYPES[stored.dtype].itemsize * 8 if quantized is None else quantized.bits
         return int(math.prod(stored.shape) * bits) // 8
 
     needed = sum(map(size, tensors))

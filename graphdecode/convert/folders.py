@@ -55,7 +55,7 @@ class DequantizedGguf(Gguf):
         """All tensors, by the names of transformers."""
         return {name: Stored(view.shape, _KINDS[self.dtype]) for name, view in self._views.items()}
 
-    def write_rest(self, folder: Path, tokenizer: Any, more: Mapping[str, Any]) -> None:
+    def write_other_files(self, folder: Path, tokenizer: Any, more: Mapping[str, Any]) -> None:
         """Write tokenizer, generation parameters, and config.json with additional fields `more`."""
         import transformers  # slow
 
@@ -71,7 +71,7 @@ class DequantizedGguf(Gguf):
             _write_json(folder / GENERATION_FILE, {**ends, "do_sample": True, **stated})
 
 
-def write_rest(source: Checkpoint, folder: Path, quantization: Mapping[str, Any]) -> None:
+def write_other_files(source: Checkpoint, folder: Path, quantization: Mapping[str, Any]) -> None:
     """Copy all other files of a checkpoint, and its config.json with a new `quantization_config`."""
     for file in source.folder.iterdir():
         if file.is_file() and file.name != CONFIG_FILE and not any(file.match(pattern) for pattern in _WEIGHTS):

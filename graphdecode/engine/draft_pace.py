@@ -33,7 +33,7 @@ class DraftPace:
         self.widths = tuple(widths)
         self._is_fixed, self._is_cheap = is_fixed, is_cheap
         self._patience = _PATIENCE[0]
-        self._plain_launches = 0  # launches since drafts were faster, or the last trial
+        self._draftless_launches = 0  # launches since drafts were faster, or the last trial
         self._times: dict[tuple[int, int], deque[float]] = {}
         self._last_run: dict[tuple[int, int], int] = {}
         self._launches = 0
@@ -53,10 +53,10 @@ class DraftPace:
         if self._is_fixed:
             return widths[-1]
         if not self._is_cheap:  # measure one width after the other, plain steps first
-            num_known = sum(self._is_known(bucket, width) for width in widths)
-            if num_known == 0:
+            num_measured = sum(self._is_measured(bucket, width) for width in widths)
+            if num_measured == 0:
                 return 1
-            widths = widths[: num_known + 1]
+            widths = widths[: num_measured + 1]
         chances = [(count, self.chance(matched)) for count, matched in draft_candidates]
         best, best_speed = 1, 0.0
         for width in widths:
@@ -69,18 +69,18 @@ class DraftPace:
     def _best_or_trial(self, best: int, widths: Sequence[int]) -> int:
         """Return `best`, or the smallest width with drafts if none were verified for long."""
         if best > 1:
-            if self._plain_launches > self._patience:  # the trial succeeded
+            if self._draftless_launches > self._patience:  # the trial succeeded
                 self._patience = max(self._patience // 2, _PATIENCE[0])
-            self._plain_launches = 0
+            self._draftless_launches = 0
             return best
-        self._plain_launches += 1
-        if self._plain_launches <= self._patience or len(widths) == 1:
+        self._draftless_launches += 1
+        if self._draftless_launches <= self._patience or len(widths) == 1:
             return best
-        if self._plain_launches == self._patience + 1:
+        if self._draftless_launches == self._patience + 1:
             for counts in self._draft_counts.values():
                 counts[:] = [_TRIAL_WEIGHT * count for count in counts]
-        if self._plain_launches == self._patience + _TRIAL:
-            self._plain_launches, self._patience = 0, min(2 * self._patience, _PATIENCE[1])
+        if self._draftless_launches == self._patience + _TRIAL:
+            self._draftless_launches, self._patience = 0, min(2 * self._patience, _PATIENCE[1])
         return widths[1]
 
     def chance(self, matched: int) -> float:
@@ -90,17 +90,18 @@ class DraftPace:
 
     def step_seconds(self, bucket: int, width: int) -> float:
         """Return the time of a step, or a low estimate from other widths, so that the width is tried."""
-        if self._is_known(bucket, width) and not self._is_forgotten(bucket, width):
+        if self._is_measured(bucket, width) and not self._is_forgotten(bucket, width):
             return median(self._times[bucket, width])
-        known = {known: median(self._times[bucket, known]) for known in self.widths if self._is_known(bucket, known)}
-        if not known:
+        measured = {each: median(self._times[bucket, each]) for each in self.widths if self._is_measured(bucket, each)}
+        if not measured:
             return _guessed(width)
-        least, most = min(known), max(known)
+        least, most = min(measured), max(measured)
         if self._is_cheap or least == most:
-            return known[least] * _guessed(width) / _guessed(least)
-        return known[least] + (known[most] - known[least]) * (width - least) / (most - least)  # a pass for each draft
+            return measured[least] * _guessed(width) / _guessed(least)
+        per_query = (measured[most] - measured[least]) / (most - least)  # each draft is one more pass
+        return measured[least] + per_query * (width - least)
 
-    def _is_known(self, bucket: int, width: int) -> bool:
+    def _is_measured(self, bucket: int, width: int) -> bool:
         return len(self._times.get((bucket, width), ())) >= _LEAST_TIMES
 
     def _is_forgotten(self, bucket: int, width: int) -> bool:

@@ -17,13 +17,13 @@ def fits_float16(runner: Runner, model: str | Path, settings: EngineConfig, rank
     """Return False if a model that a CPU computes in float16 has other logits than finite ones; all ranks call it."""
     if runner.model.dtype != torch.float16 or not runner.is_cpu:
         return True
-    known, key = ChoiceCache(), _key(model, settings)
-    is_known = known.get(key) is not None
-    is_finite = is_known or runner.prompts.has_finite_logits()
+    cache, key = ChoiceCache(), _key(model, settings)
+    is_cached = cache.get(key) is not None
+    is_finite = is_cached or runner.prompts.has_finite_logits()
     if ranks is not None:
         is_finite = bool(ranks.least(is_finite))
-    if is_finite and not is_known:
-        known.put(key, True)
+    if is_finite and not is_cached:
+        cache.put(key, True)
     return is_finite
 
 

@@ -84,10 +84,10 @@ class Prompts:
         self._attention = None
         self.shapes: list[StepShape] = []
         if setting.batch_invariant:
-            most = setting.config.max_batch_size
+            batch_rows = setting.config.max_batch_size
             # a CPU's attention has no workspace that grows with the rows
-            at_once = -(-most // _ALIGNED_ROWS) * _ALIGNED_ROWS if device.type == "cuda" else max_tokens
-            self._attention = TokenByTokenAttention(decode_attention_of(setting, at_once, batch_invariant=True))
+            attention_rows = -(-batch_rows // _ALIGNED_ROWS) * _ALIGNED_ROWS if device.type == "cuda" else max_tokens
+            self._attention = TokenByTokenAttention(decode_attention_of(setting, attention_rows, batch_invariant=True))
         else:
             adopt_model(self.buffers, self._model, self._caches)
             if setting.config.backend != "eager":

@@ -97,18 +97,18 @@ HAZARDS = {
 
 
 class CaptureError(GraphdecodeError, RuntimeError):
-    """No graph can replay a step: `why`, what to do instead (`remedy`), and `file` and `line` if known."""
+    """No graph can replay a step: `reason`, what to do instead (`remedy`), and `file` and `line` if known."""
 
     def __init__(
         self, kind: str, operator: str, detail: str = "", location: tuple[str | None, int | None] | None = None
     ) -> None:
         self.kind, self.operator = kind, operator
-        self.why, self.remedy = HAZARDS[kind]
+        self.reason, self.remedy = HAZARDS[kind]
         if detail:
-            self.why = f"{self.why} ({detail})"
+            self.reason = f"{self.reason} ({detail})"
         self.file, self.line = caller() if location is None else location
         where = f"{self.file}:{self.line}: " if self.file else ""
-        super().__init__(f"{where}{operator}: {self.why}; {self.remedy} [{kind}]")
+        super().__init__(f"{where}{operator}: {self.reason}; {self.remedy} [{kind}]")
 
     @classmethod
     def of(

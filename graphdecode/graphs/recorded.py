@@ -136,7 +136,7 @@ class Recorder(StepTracer):
         bound: Any = bind(schema.operator, *values_of(schema, args, kwargs)) if schema.is_registered else None
         if isinstance(bound, (NativeCall, NativeSequence)):
             for call in bound.calls if isinstance(bound, NativeSequence) else [bound]:
-                call.held = keep_alive
+                call.keep_alive = keep_alive
             return bound
         fresh = {id(tensor) for tensor in new}
         outputs = [self._alias(leaf) if id(leaf) in fresh else None for leaf in flattened(result)]

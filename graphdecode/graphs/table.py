@@ -165,8 +165,8 @@ class GraphTable:
         """With "idle", capture one shape that was requested, or of startup; return whether there was one."""
         if not self._captures_when_idle or not self._captures_lazily or self._frozen:
             return False
-        rest = (shape for shape in reversed(self.ladder.at_startup) if shape.kind in self._enabled)
-        shape = next((shape for shape in (*self._requested, *rest) if shape not in self._ready), None)
+        of_startup = (shape for shape in reversed(self.ladder.at_startup) if shape.kind in self._enabled)
+        shape = next((shape for shape in (*self._requested, *of_startup) if shape not in self._ready), None)
         if shape is not None:
             self._capture_or_stay_eager(shape)
         return shape is not None
@@ -331,8 +331,8 @@ class GraphTable:
         """Return one bucket's step in Graphviz' language; raises ArgumentError if it has no graph."""
         captured, shape = self._captured, StepShape(bucket, queries)
         if type(bucket) is not int or shape not in captured:
-            known = [other.rows for other in captured if other == StepShape(other.rows, queries)]
-            raise ArgumentError(f"bucket must be one of the captured {known}, got {bucket!r}")
+            captured_rows = [other.rows for other in captured if other == StepShape(other.rows, queries)]
+            raise ArgumentError(f"bucket must be one of the captured {captured_rows}, got {bucket!r}")
         return to_dot(str(shape), captured[shape].nodes)
 
     def svg(self, bucket: int, queries: int = 1) -> str:

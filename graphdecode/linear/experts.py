@@ -97,7 +97,7 @@ def shape_of(source: TensorSource, names: ExpertNames) -> tuple[int, int, int]:
     return (names.experts, columns, rows) if is_transposed else (names.experts, rows, columns)
 
 
-def plain_weights(source: TensorSource, names: ExpertNames, options: FormOptions) -> Iterator[Tensor]:
+def dequantized_weights(source: TensorSource, names: ExpertNames, options: FormOptions) -> Iterator[Tensor]:
     """Yield each expert's weight [out_features, in_features], gate first, in new memory."""
     for expert in range(names.experts):
         if not names.is_stack:
@@ -107,12 +107,12 @@ def plain_weights(source: TensorSource, names: ExpertNames, options: FormOptions
         shape = source.tensors[name].shape[1:]
         stored = torch.empty((1, *shape), dtype=options.dtype, device=options.device)
         source.read(name, stored, Shard(expert, names.experts, 0))
-        own = stored[0].T if names.layout.transposed else stored[0]
-        yield torch.cat((own[::2], own[1::2])) if names.interleaves else own
+        weight = stored[0].T if names.layout.transposed else stored[0]
+        yield torch.cat((weight[::2], weight[1::2])) if names.interleaves else weight
 
 
 @dataclass(frozen=True)
-class PlainExperts(ExpertForm):
+class UnquantizedExperts(ExpertForm):
     """Weights [experts, out_features, in_features], or in panels; see `expert_linear`."""
 
     path = "plain"
@@ -120,9 +120,11 @@ class PlainExperts(ExpertForm):
     batch_invariant: bool
 
     @classmethod
-    def load(cls, source: TensorSource, names: ExpertNames, bias: Tensor | None, options: FormOptions) -> PlainExperts:
+    def load(
+        cls, source: TensorSource, names: ExpertNames, bias: Tensor | None, options: FormOptions
+    ) -> UnquantizedExperts:
         """Read all experts' weights, dequantized."""
-        weights, shape = plain_weights(source, names, options), shape_of(source, names)
+        weights, shape = dequantized_weights(source, names, options), shape_of(source, names)
         return cls.of(weights, shape, options.batch_invariant, bias, is_gated=names.is_gated)
 
     @classmethod
@@ -134,17 +136,17 @@ class PlainExperts(ExpertForm):
         bias: Tensor | None = None,
         *,
         is_gated: bool = False,
-    ) -> PlainExperts:
+    ) -> UnquantizedExperts:
         """Return the form of weights [out_features, in_features], one of each expert; `shape` is that of all."""
-        whole: Tensor | None = None
+        stack: Tensor | None = None
         for expert, weight in enumerate(weights):
-            own = expert_panels(weight, is_gated) if can_panel(weight) else weight.unsqueeze(0)
-            if whole is None:
-                whole = own.new_empty((shape[0], *own.shape))
-            whole[expert] = own
-            del weight, own
-        assert whole is not None
-        return cls(shape, bias, whole.flatten(0, 1), batch_invariant)
+            stacked = expert_panels(weight, is_gated) if can_panel(weight) else weight.unsqueeze(0)
+            if stack is None:
+                stack = stacked.new_empty((shape[0], *stacked.shape))
+            stack[expert] = stacked
+            del weight, stacked
+        assert stack is not None
+        return cls(shape, bias, stack.flatten(0, 1), batch_invariant)
 
     @property
     def gives_floats(self) -> bool:
@@ -217,14 +219,14 @@ class ExpertTiles(ExpertForm):
             return None
         expert_tiles: list[WeightTiles] = []
         for parts in _experts(source, names, TiledLinear):
-            tiles = [own for part in parts if part.order is None and (own := part.tiles()) is not None]
+            tiles = [part_tiles for part in parts if part.order is None and (part_tiles := part.tiles()) is not None]
             if (
                 not parts
                 or len(tiles) < len(parts)
-                or {own.layout for own in tiles} != {(expert_tiles or tiles)[0].layout}
+                or {part_tiles.layout for part_tiles in tiles} != {(expert_tiles or tiles)[0].layout}
             ):
                 return None
-            expert_tiles += [moved_tiles(own, options.device) for own in tiles]
+            expert_tiles += [moved_tiles(part_tiles, options.device) for part_tiles in tiles]
         if len({part.scales.dtype for part in expert_tiles}) > 1:
             return None
         major = torch.cuda.get_device_properties(options.device).major
@@ -242,14 +244,14 @@ def _experts(
 ) -> Iterator[tuple[QuantizedWeight, ...]]:
     """Yield each expert's weight, both halves if gated; () if it is not quantized, or not all of it alike."""
     for expert in range(names.experts):
-        own = LinearNames(names.of(expert))
+        linear_names = LinearNames(names.of(expert))
         parts: list[QuantizedWeight | None] = []
-        if form.keeps(source, own):
+        if form.keeps(source, linear_names):
             with suppress(ArgumentError):  # a shard begins within a group
                 if names.is_stack and isinstance(source, QuantizedSource):
-                    parts = [source.read_quantized(own.weights[0], expert=expert)]
+                    parts = [source.read_quantized(linear_names.weights[0], expert=expert)]
                 else:
-                    parts = [*(read_parts(source, own) or [])]
+                    parts = [*(read_parts(source, linear_names) or [])]
         whole = parts[0] if len(parts) == 1 else None
         yield () if whole is None else tuple(whole.rows(rows) for rows in _halves_of(whole.shape[0], names))
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from torch import Tensor
 
 from graphdecode.errors import ArgumentError
-from graphdecode.extensions import BRING_YOUR_OWN, EntryPoints, refuse_duplicate
-from graphdecode.linear.experts import ExpertForm, ExpertNames, ExpertPanels, ExpertTiles, PlainExperts
-from graphdecode.linear.plain import Packed, Panels, Plain
+from graphdecode.extensions import HOW_TO_REGISTER, EntryPoints, refuse_duplicate
+from graphdecode.linear.experts import ExpertForm, ExpertNames, ExpertPanels, ExpertTiles, UnquantizedExperts
 from graphdecode.linear.quantized_linear import Int8PanelLinear, PanelLinear
 from graphdecode.linear.tiled_linear import Int8TiledLinear, TiledLinear
+from graphdecode.linear.unquantized import Packed, Panels, UnquantizedLinear
 from graphdecode.linear.weight_form import FormOptions, LinearNames, TensorSource, WeightForm
 
 FORMS: list[type[WeightForm]] = [  # in order of preference
@@ -19,7 +19,7 @@ FORMS: list[type[WeightForm]] = [  # in order of preference
     PanelLinear,
     Panels,
     Packed,
-    Plain,
+    UnquantizedLinear,
 ]
 
 
@@ -58,7 +58,7 @@ def check_options(options: FormOptions, others: tuple[str, ...] = ()) -> None:
     if not candidates:
         names = dict.fromkeys((*(form.quantize for form in FORMS), *others))
         allowed = " or ".join(["None", *(repr(name) for name in names if name)])
-        raise ArgumentError(f"quantize must be {allowed}, got {options.quantize!r}; a form or format {BRING_YOUR_OWN}")
+        raise ArgumentError(f"quantize must be {allowed}, got {options.quantize!r}; a form or format {HOW_TO_REGISTER}")
     if all(form.unavailable_reason(options) for form in candidates):
         raise ArgumentError(f"quantize={options.quantize!r} {candidates[-1].unavailable_reason(options)}")
 
@@ -81,12 +81,12 @@ def load_experts(source: TensorSource, names: ExpertNames, bias: Tensor | None, 
     """
     if options.quantize not in (None, PanelLinear.quantize):
         raise ArgumentError(f"quantize={options.quantize!r} is not available for a model with experts")
-    forms = (form.load(source, names, bias, options) for form in (ExpertTiles, ExpertPanels, PlainExperts))
+    forms = (form.load(source, names, bias, options) for form in (ExpertTiles, ExpertPanels, UnquantizedExperts))
     return next(form for form in forms if form is not None)
 
 
 def linear_of(weight: Tensor, bias: Tensor | None, options: FormOptions) -> WeightForm:
-    """Return a plain weight [out_features, in_features] in the fastest form for decode steps."""
+    """Return an unquantized weight [out_features, in_features] in the fastest form for decode steps."""
     return _default_form(options).of(weight, bias, options)
 
 
@@ -98,7 +98,7 @@ def tied_linear(weight: Tensor, source: TensorSource, names: LinearNames, option
 
 
 def quantized_form(source: TensorSource, names: LinearNames, options: FormOptions) -> type[WeightForm] | None:
-    """Return the form that keeps a layer's weights quantized as stored; None: they are read as plain weights."""
+    """Return the form that keeps a layer's weights quantized as stored; None: they are read as unquantized weights."""
     return next(
         (form for form in _candidates(options) if form.keeps(source, names) and not form.unavailable_reason(options)),
         None,
@@ -106,7 +106,7 @@ def quantized_form(source: TensorSource, names: LinearNames, options: FormOption
 
 
 def _default_form(options: FormOptions) -> type[WeightForm]:
-    """Return the first available form of plain weights."""
+    """Return the first available form of unquantized weights."""
     check_options(options)
     available = [
         form for form in _candidates(options) if not form.unavailable_reason(options)

@@ -100,7 +100,7 @@ _LEAST_BYTES = 1 << 20
 class LinearChoice:
     """The path of one layer shape at one number of rows, with its measurements."""
 
-    path: str  # the form's path; for a plain weight on a GPU "plain" or "small"
+    path: str  # the form's path; for an unquantized weight on a GPU "plain" or "small"
     config: SmallLinearConfig | None = None  # of the small path, and of tiles
     us: float | None = None  # microseconds of one product; None: not measured
     gb_per_s: float | None = None  # bytes of the weight over that time
@@ -139,8 +139,8 @@ class LinearChoice:
 
     def as_report(self) -> dict[str, Any]:
         """Return the fields that are not None, for the capture report."""
-        known = {name: value for name, value in vars(self).items() if value is not None}
-        return known | ({} if self.config is None else {"config": str(self.config)})
+        fields = {name: value for name, value in vars(self).items() if value is not None}
+        return fields | ({} if self.config is None else {"config": str(self.config)})
 
 
 class LinearTuner:

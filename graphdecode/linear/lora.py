@@ -84,8 +84,8 @@ class LoRALinear(LinearWrapper):
         (self.form if summed is None else summed.form).apply(out, x)
         inner = inner.view(len(x), *self.down.shape[1:3])
         for span in spans:
-            here, tokens = span.tokens, AdapterTokens(span.rows, span.live, span.adapters, self.ranks)
-            add_adapters(out[here], x[here], self.down, self.up, inner[here], self.ends, tokens)
+            token_slice, tokens = span.tokens, AdapterTokens(span.rows, span.live, span.adapters, self.ranks)
+            add_adapters(out[token_slice], x[token_slice], self.down, self.up, inner[token_slice], self.ends, tokens)
         if summed is not None:
             summed.sum(out)
 

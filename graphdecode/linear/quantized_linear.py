@@ -12,11 +12,11 @@ from torch import Tensor
 from graphdecode.kernels.linear.quantized_linear import QuantizedPanels, quantized_linear
 from graphdecode.kernels.native import library as native
 from graphdecode.linear.linear_choice import LinearChoice
-from graphdecode.linear.plain import Panels
 from graphdecode.linear.quantization.compressed_tensors import INT8_ROWS, quantized_groups
 from graphdecode.linear.quantization.gguf import GgufBlocks
 from graphdecode.linear.quantization.quantized_weight import QuantizedSource, QuantizedWeight, one_thread, read_parts
 from graphdecode.linear.quantization.registry import has_kernels
+from graphdecode.linear.unquantized import Panels
 from graphdecode.linear.weight_form import (
     FormOptions,
     LinearNames,
@@ -36,13 +36,13 @@ class QuantizedLinear(WeightForm):
     is_of_source = True
     is_strided = True
     device: ClassVar[str]  # the type of the devices whose kernels multiply it
-    plain: ClassVar[type[WeightForm]]  # the form for all other weights
+    unquantized: ClassVar[type[WeightForm]]  # the form for all other weights
 
     @classmethod
     def unavailable_reason(cls, options: FormOptions) -> str:
         """Return a reason on other devices than those whose kernels multiply it."""
-        here = options.device.type
-        return "" if here == cls.device else f"needs a {cls.device} device, the device is {here}"
+        device_type = options.device.type
+        return "" if device_type == cls.device else f"needs a {cls.device} device, the device is {device_type}"
 
     @classmethod
     @abstractmethod
@@ -53,8 +53,8 @@ class QuantizedLinear(WeightForm):
 
     @classmethod
     def of(cls, weight: Tensor, bias: Tensor | None, options: FormOptions) -> WeightForm:
-        """Return a plain weight in the plain form."""
-        return cls.plain.of(weight, bias, options)
+        """Return an unquantized weight in the unquantized form."""
+        return cls.unquantized.of(weight, bias, options)
 
     @classmethod
     def keeps(cls, source: TensorSource, names: LinearNames) -> bool:
@@ -64,7 +64,7 @@ class QuantizedLinear(WeightForm):
 
     @classmethod
     def load(cls, source: TensorSource, names: LinearNames, options: FormOptions) -> WeightForm:
-        """Read a layer's tensors; in the plain form if they cannot be fused or converted."""
+        """Read a layer's tensors; in the unquantized form if they cannot be fused or converted."""
         form = None
         if cls.keeps(source, names):
             with one_thread():
@@ -76,18 +76,18 @@ class QuantizedLinear(WeightForm):
 
 
 class Int8Linear(QuantizedLinear):
-    """A plain weight that is rounded to int8, with a scale per row, when it is loaded."""
+    """An unquantized weight that is rounded to int8, with a scale per row, when it is loaded."""
 
     path = quantize = INT8_ROWS.name
     is_of_source = False
 
     @classmethod
     def of(cls, weight: Tensor, bias: Tensor | None, options: FormOptions) -> WeightForm:
-        """Return a plain weight in int8; rounded in the plain form if kernels do not support its columns."""
+        """Return the weight in int8; unquantized, but rounded, if kernels do not support its columns."""
         groups = quantized_groups(weight, INT8_ROWS, options.row_maxima)
         with one_thread():
             form = cls.of_parts(tuple(weight.shape), bias, [groups], options)
-        return form or cls.plain.of(groups.dequantized().to(weight.dtype), bias, options)
+        return form or cls.unquantized.of(groups.dequantized().to(weight.dtype), bias, options)
 
     @classmethod
     def keeps(cls, source: TensorSource, names: LinearNames) -> bool:
@@ -101,7 +101,7 @@ class PanelLinear(QuantizedLinear):
 
     path = "panels"
     device = "cpu"
-    plain = Panels
+    unquantized = Panels
     parts: tuple[QuantizedPanels, ...]
     sizes: tuple[int, ...]  # output features of the parts
     order: Tensor | None  # int32 [in_features], the input feature of each column; None: in order

@@ -34,7 +34,7 @@ _EPS = 1e-5
 _VARIED = 2  # best candidates, also timed without prefetch, without early start and with the norm inside
 _LEAST_SECONDS = 1e-7  # the clock's resolution is coarser
 _ROUNDS = 9
-_PLAIN_MARGIN = 1.02  # by which a candidate must be faster than cuBLAS
+_CUBLAS_MARGIN = 1.02  # by which a candidate must be faster than cuBLAS
 # largest difference of two products, relative to the largest result: cuBLAS may reduce in 16 bits or use TF32
 _TOLERANCE = {torch.float32: 2e-3, torch.float16: 1e-2, torch.bfloat16: 6e-2}
 
@@ -238,7 +238,7 @@ class Contest:
             assert config is not None
             tiled_linear(out, self._x, weight.tiles, self._bias, counters, config, **fused)
         elif config is None:
-            self._write_plain(out, weight)
+            self._write_with_cublas(out, weight)
         else:
             small_linear(out, self._x, weight, self._bias, counters, config, **fused)
 
@@ -252,7 +252,7 @@ class Contest:
         call = partial(self._launch, self._outs[0], self._weights[0], config, self._counters(config))
         return PrecedingProduct(call, self._residual.shape[1], self._fused.epilogue != "store")
 
-    def _write_plain(self, out: Tensor, weight: Tensor) -> None:
+    def _write_with_cublas(self, out: Tensor, weight: Tensor) -> None:
         x, epilogue = self._x, self._fused.epilogue
         if self._fused.is_normed:
             rms_norm(self._hidden, x, self._gain, _EPS)
@@ -307,11 +307,11 @@ class Race:
         """Time candidates."""
         for config in configs:
             try:
-                problem, taken = self._contest.problem(config), self.product_seconds(config)
+                problem, seconds_taken = self._contest.problem(config), self.product_seconds(config)
             except Exception as error:  # such as too little shared memory: try the others
                 problem = f"failed: {type(error).__name__}: {error}".splitlines()[0]
             if problem is None:
-                self.seconds[config] = taken
+                self.seconds[config] = seconds_taken
             else:
                 warnings.warn(f"small linear {config} {problem}; not used", RuntimeWarning, stacklevel=3)
 
@@ -339,7 +339,7 @@ def fastest_product(
     """
     contest = Contest(weight, bias, rows, fused, before=clock.before.get(rows))
     race = Race(contest, clock)
-    plain_s = race.product_seconds(None)
+    cublas_s = race.product_seconds(None)
     out_features, in_features = weight.shape
     configs = candidates(out_features, in_features, weight.element_size(), rows, clock.units, fused.is_normed)
     is_early = clock.has_pdl and fused.starts_early(rows)
@@ -349,9 +349,9 @@ def fastest_product(
         race.run([varied for each in best for varied in (each._replace(prefetch=False), each._replace(pdl=False))])
     race.run([each._replace(separate_norm=False) for each in best if each.separate_norm])
     race.run_skinny()
-    times = {"plain": plain_s} | {str(config): taken for config, taken in race.seconds.items()}
+    times = {"plain": cublas_s} | {str(config): seconds_taken for config, seconds_taken in race.seconds.items()}
     winner = next(iter(race.best()), None)
-    if winner is not None and race.seconds[winner] * _PLAIN_MARGIN > plain_s:
+    if winner is not None and race.seconds[winner] * _CUBLAS_MARGIN > cublas_s:
         winner = None
     clock.before[rows] = contest.chosen(winner)
     return winner, times
@@ -370,4 +370,4 @@ def fastest_tiled(
     race.run_skinny()
     winner = next(iter(race.best()), first)
     clock.before[rows] = contest.chosen(winner)
-    return winner, {str(config): taken for config, taken in race.seconds.items()}
+    return winner, {str(config): seconds_taken for config, seconds_taken in race.seconds.items()}

@@ -15,11 +15,11 @@ from graphdecode.kernels.linear.weight_tiles import WeightTiles, columns_of, mov
 from graphdecode.kernels.model.act_mul import ACTIVATIONS, act_mul
 from graphdecode.kernels.native.optional_triton import has_early_start
 from graphdecode.linear.linear_choice import LinearChoice
-from graphdecode.linear.plain import Plain
 from graphdecode.linear.quantization.quantized_weight import QuantizedWeight
 from graphdecode.linear.quantized_linear import Int8Linear, QuantizedLinear
 from graphdecode.linear.small_linear_timing import FusedForm, TiledOperand
-from graphdecode.linear.weight_form import ROWS_AT_ONCE, FormOptions, FusedProduct, RowTable
+from graphdecode.linear.unquantized import UnquantizedLinear
+from graphdecode.linear.weight_form import CHUNK_ROWS, FormOptions, FusedProduct, RowTable
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class TiledLinear(QuantizedLinear):
 
     path = "tiles"
     device = "cuda"
-    plain = Plain
+    unquantized = UnquantizedLinear
     parts: tuple[WeightTiles, ...]
     counters: Tensor  # int32, workspace of products with splits, shared by all weights
     units: int  # multiprocessors of the GPU
@@ -116,7 +116,7 @@ class TiledLinear(QuantizedLinear):
         if is_normed == self.fused_form.is_normed and (measured := self.choices.get(rows)) is not None:
             assert measured.config is not None
             return measured.config
-        first, config_rows = self.parts[0], None if self.is_invariant else min(rows, ROWS_AT_ONCE)
+        first, config_rows = self.parts[0], None if self.is_invariant else min(rows, CHUNK_ROWS)
         sizes = (first.words.shape[1], columns_of(first), first.layout)
         early = self.early and self.fused_form.starts_early(config_rows or 1)
         return tiled_config(config_rows, *sizes, self.units, early, is_normed, self.major)

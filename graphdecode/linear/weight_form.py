@@ -20,9 +20,9 @@ from graphdecode.kernels.model.embedding import quantized_embedding, tiled_embed
 from graphdecode.linear.linear_choice import LinearChoice, LinearTuner
 from graphdecode.linear.small_linear_timing import FusedForm
 
-# dtypes of plain weights, by safetensors' names
-PLAIN_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-ROWS_AT_ONCE = 512  # most rows of a fused product, which its workspace limits
+# dtypes of unquantized weights, by safetensors' names
+FLOAT_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+CHUNK_ROWS = 512  # most rows of a fused product, which its workspace limits
 
 
 @dataclass(frozen=True)
@@ -74,13 +74,13 @@ class LinearNames(NamedTuple):
 class FusedProduct(NamedTuple):
     """A product that includes the norm before it, or an epilogue, in its launch."""
 
-    # takes out, x of at most ROWS_AT_ONCE rows, and `gain`, `eps`, `epilogue`, `scale` of `small_linear`
+    # takes out, x of at most CHUNK_ROWS rows, and `gain`, `eps`, `epilogue`, `scale` of `small_linear`
     product: Callable[..., None]
 
     def write(self, out: Tensor, x: Tensor, **fused: Any) -> None:
         """Write the product for any number of rows `x` into `out`."""
-        for begin in range(0, x.shape[0], ROWS_AT_ONCE):
-            rows = slice(begin, begin + ROWS_AT_ONCE)
+        for begin in range(0, x.shape[0], CHUNK_ROWS):
+            rows = slice(begin, begin + CHUNK_ROWS)
             self.product(out[rows], x[rows], **fused)
 
     def normed(self, out: Tensor, x: Tensor, gain: Tensor, eps: float) -> None:
@@ -189,7 +189,7 @@ class WeightForm(StoredForm):
 
     @classmethod
     def of(cls, weight: Tensor, bias: Tensor | None, options: FormOptions) -> WeightForm:
-        """Return a plain weight [out_features, in_features] in this form; the caller drops its reference."""
+        """Return an unquantized weight [out_features, in_features] in this form; the caller drops its reference."""
         raise TypeError(f"{cls.__name__} is not made of a weight")
 
     @classmethod

@@ -324,8 +324,8 @@ class Stem(Block):
     def __call__(self, context: ForwardContext) -> BlockOutput:
         """Return `x, residual` before the first layer; a plain embedding is left to its norm."""
         parts = [part for _, part in context.parts()]
-        is_plain = self.table is None and type(self).run is Stem.run and type(self).embed is Stem.embed
-        if is_plain and len(parts) == 1 and (self.adapted is None or parts[0].adapters is None):
+        can_defer = self.table is None and type(self).run is Stem.run and type(self).embed is Stem.embed
+        if can_defer and len(parts) == 1 and (self.adapted is None or parts[0].adapters is None):
             return Embedded(self, parts[0]), self.residual(parts[0])
         embedded = [self.run(part) for part in parts]
         return None, embedded[0] if len(parts) == 1 else torch.cat(embedded)

@@ -23,7 +23,7 @@ def cache_scale_names(tensors: Mapping[str, Stored], num_layers: int) -> list[tu
     """Return for each layer the names of its key and value scales, if any."""
     of_layers = [f"model.layers.{layer}.self_attn." for layer in range(num_layers)]
     pairs = [[(at + key, at + value) for key, value in _SCALES] for at in of_layers]
-    return [next((pair for pair in known if tensors.keys() >= set(pair)), None) for known in pairs]
+    return [next((pair for pair in of_layer if tensors.keys() >= set(pair)), None) for of_layer in pairs]
 
 
 def read_cache_scales(source: TensorSource, num_layers: int, num_kv_heads: int) -> list[tuple[float, float]]:

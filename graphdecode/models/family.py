@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 
 from graphdecode.errors import ArgumentError, shown
-from graphdecode.extensions import BRING_YOUR_OWN, EntryPoints, refuse_duplicate
+from graphdecode.extensions import HOW_TO_REGISTER, EntryPoints, refuse_duplicate
 from graphdecode.linear.composite import ColumnParallelLinear
 from graphdecode.linear.experts import StackLayout
 from graphdecode.linear.weight_form import Stored
@@ -126,7 +126,7 @@ def family_of(architecture: object) -> Family:
     known = known_families()
     if not isinstance(architecture, str) or architecture not in known:
         message = f"architecture {shown(architecture, plain=True)} is not supported"
-        raise UnsupportedModelError(f"{message}; supported are {', '.join(known)}; a family {BRING_YOUR_OWN}")
+        raise UnsupportedModelError(f"{message}; supported are {', '.join(known)}; a family {HOW_TO_REGISTER}")
     family = FAMILIES[architecture]
     if isinstance(family, str):
         module, _, name = family.partition(".")

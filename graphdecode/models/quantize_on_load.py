@@ -17,7 +17,7 @@ from graphdecode.linear.quantization.format import OnlineQuantization
 from graphdecode.linear.quantization.gguf import GgufFormat
 from graphdecode.linear.quantization.quantized_weight import QuantizedWeight
 from graphdecode.linear.quantization.registry import FORMATS, online_quantizations, weight_type
-from graphdecode.linear.weight_form import PLAIN_DTYPES, FormOptions, LinearNames, Shard, Stored, TensorSource
+from graphdecode.linear.weight_form import FLOAT_DTYPES, FormOptions, LinearNames, Shard, Stored, TensorSource
 from graphdecode.models.config import ModelConfig
 from graphdecode.models.family import family_of
 from graphdecode.models.weight_map import WeightMap, parts
@@ -156,7 +156,7 @@ def quantized_on_load(source: TensorSource, config: ModelConfig, name: str, grou
 def unquantized_weight(source: TensorSource, name: str) -> Tensor:
     """Return a tensor of a source in its own dtype."""
     stored = source.tensors[name]
-    out = torch.empty(stored.shape, dtype=PLAIN_DTYPES.get(stored.dtype, torch.float32))
+    out = torch.empty(stored.shape, dtype=FLOAT_DTYPES.get(stored.dtype, torch.float32))
     source.read(name, out)
     return out
 
@@ -187,7 +187,7 @@ def quantizing_source(
     """
     if quantize is not None and options.quantize != quantize:
         quantizing = quantized_on_load(source, config, quantize, group_size)
-        types = {stored.dtype: name for name, stored in quantizing.tensors.items() if stored.dtype not in PLAIN_DTYPES}
+        types = {stored.dtype: name for name, stored in quantizing.tensors.items() if stored.dtype not in FLOAT_DTYPES}
         for kind, name in types.items():  # without a form, it would be dequantized again
             if quantized_form(quantizing, LinearNames((name,)), options) is None:
                 device = options.device.type

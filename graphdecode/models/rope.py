@@ -144,11 +144,11 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int, positions: int = 0) -> 
         return whole / rope.factor
     dim = int(head_dim * rope.rotary_factor)
     periods = rope.theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
-    plain = 1.0 / periods
+    unscaled = 1.0 / periods
     if rope.rope_type == "linear":
-        return plain / rope.factor
+        return unscaled / rope.factor
     if rope.rope_type == "llama3":
-        return _llama3(rope, plain)
+        return _llama3(rope, unscaled)
     if rope.rope_type == "yarn":
         return _yarn(rope, periods, dim)
     if rope.rope_type == "longrope":
@@ -156,17 +156,17 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int, positions: int = 0) -> 
         if len(factors) != len(periods):
             raise UnsupportedModelError(f"rope type 'longrope' needs {len(periods)} factors, got {len(factors)}")
         return 1.0 / (torch.tensor(factors, dtype=torch.float32) * periods)
-    return plain
+    return unscaled
 
 
-def _llama3(rope: RopeConfig, plain: Tensor) -> Tensor:
+def _llama3(rope: RopeConfig, unscaled: Tensor) -> Tensor:
     """Scale long wavelengths, keep short ones, and blend in between (Llama 3.1)."""
     context = rope.original_max_positions
-    wavelengths = 2 * math.pi / plain
+    wavelengths = 2 * math.pi / unscaled
     blend = (context / wavelengths - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
-    blended = (1 - blend) * plain / rope.factor + blend * plain
-    scaled = torch.where(wavelengths > context / rope.low_freq_factor, plain / rope.factor, blended)
-    return torch.where(wavelengths < context / rope.high_freq_factor, plain, scaled)
+    blended = (1 - blend) * unscaled / rope.factor + blend * unscaled
+    scaled = torch.where(wavelengths > context / rope.low_freq_factor, unscaled / rope.factor, blended)
+    return torch.where(wavelengths < context / rope.high_freq_factor, unscaled, scaled)
 
 
 def _yarn(rope: RopeConfig, periods: Tensor, head_dim: int) -> Tensor:

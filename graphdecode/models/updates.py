@@ -12,14 +12,14 @@ from torch import Tensor
 
 from graphdecode.errors import ArgumentError, shown
 from graphdecode.linear.quantization.quantized_weight import QuantizedWeight
-from graphdecode.linear.weight_form import PLAIN_DTYPES, Shard, Stored, TensorSource
+from graphdecode.linear.weight_form import FLOAT_DTYPES, Shard, Stored, TensorSource
 from graphdecode.models.config import ModelShape
 from graphdecode.models.decoder import Decoder
 from graphdecode.models.model import Model
 from graphdecode.models.weight_map import CheckpointError
 
 NamedTensors = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
-_KINDS = {dtype: kind for kind, dtype in PLAIN_DTYPES.items()}
+_KINDS = {dtype: kind for kind, dtype in FLOAT_DTYPES.items()}
 # configuration fields that say how weights are stored
 _MAY_DIFFER = ("dtype", "integer_quantized", "tie_word_embeddings")
 _NOT_LAYOUT = ("choices", "config")  # fields of forms with measurements, which may differ between runs
@@ -38,7 +38,7 @@ class ReplacedTensors:
         self.tensors: dict[str, Stored] = {**source.tensors}
         for name, tensor in self.replaced.items():
             kind, stored = _KINDS.get(tensor.dtype, str(tensor.dtype)), source.tensors.get(name)
-            kind = stored.dtype if stored is not None and {stored.dtype, kind} <= PLAIN_DTYPES.keys() else kind
+            kind = stored.dtype if stored is not None and {stored.dtype, kind} <= FLOAT_DTYPES.keys() else kind
             self.tensors[name] = Stored((*tensor.shape,), kind)
 
     def __getattr__(self, name: str) -> Any:
@@ -105,7 +105,7 @@ def check_stored(model: TensorSource, other: TensorSource) -> None:
         (shape, kind), (other_shape, other_kind) = model.tensors[name], other.tensors[name]
         if shape != other_shape:
             raise ArgumentError(f"weights: {name} is {[*other_shape]}, and the model's is {[*shape]}")
-        if kind != other_kind and not {kind, other_kind} <= PLAIN_DTYPES.keys():
+        if kind != other_kind and not {kind, other_kind} <= FLOAT_DTYPES.keys():
             raise ArgumentError(f"weights: {name} is stored as {other_kind}, and the model's as {kind}")
 
 

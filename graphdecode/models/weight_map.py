@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from graphdecode.errors import CheckpointError
 from graphdecode.linear.quantization.registry import weight_type
-from graphdecode.linear.weight_form import PLAIN_DTYPES, Stored
+from graphdecode.linear.weight_form import FLOAT_DTYPES, Stored
 
 _IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)  # in older checkpoints; derived from the configuration
 
@@ -71,7 +71,7 @@ def check(name: str, tensors: Mapping[str, Stored], weight_map: WeightMap, unuse
     expected = {part.name: part.shape for part in parts(weight_map)}
     present = {name: tensors[name] for name in expected if name in tensors}
     types = {stored.dtype for stored in present.values()}
-    unknown = {dtype for dtype in types - PLAIN_DTYPES.keys() if weight_type(dtype) is None}
+    unknown = {dtype for dtype in types - FLOAT_DTYPES.keys() if weight_type(dtype) is None}
     faults = {
         "missing": _by_layers((name, "") for name in expected if name not in present),
         "unexpected": _by_layers(
@@ -85,7 +85,7 @@ def check(name: str, tensors: Mapping[str, Stored], weight_map: WeightMap, unuse
             if tensor.shape != expected[name]
         ),
         "of an unsupported type": _by_layers(
-            (name, f"is {tensor.dtype} and should be one of {', '.join(PLAIN_DTYPES)}")
+            (name, f"is {tensor.dtype} and should be one of {', '.join(FLOAT_DTYPES)}")
             for name, tensor in present.items()
             if tensor.dtype in unknown
         ),

@@ -9,11 +9,11 @@ from torch import Tensor
 from graphdecode.distributed import Collectives
 from graphdecode.errors import ArgumentError, resembling
 from graphdecode.linear.composite import MergedLinear, RowParallelLinear
-from graphdecode.linear.experts import ExpertForm, ExpertNames, PlainExperts, StackLayout
+from graphdecode.linear.experts import ExpertForm, ExpertNames, StackLayout, UnquantizedExperts
 from graphdecode.linear.forms import load_experts, load_linear, quantized_form, tied_linear
 from graphdecode.linear.lora import LoRAEmbedding
-from graphdecode.linear.plain import Plain
 from graphdecode.linear.small_linear_timing import FUSED_FORMS, FusedForm
+from graphdecode.linear.unquantized import UnquantizedLinear
 from graphdecode.linear.weight_form import FormOptions, LinearNames, RowTable, TensorSource, WeightForm, read_fused
 from graphdecode.models.adapters import AdapterSlots
 from graphdecode.models.blocks import Norm
@@ -107,7 +107,7 @@ class Weights:
     def by_head(self, weight: Tensor) -> ExpertForm:
         """Return the product of each head with a matrix of its own, [heads, out_features, in_features]."""
         heads, out_features, in_features = weight.shape
-        return PlainExperts.of(weight, (heads, out_features, in_features), self._options.batch_invariant)
+        return UnquantizedExperts.of(weight, (heads, out_features, in_features), self._options.batch_invariant)
 
     def adapted_heads(
         self, param_name: str, to_keys: ExpertForm, to_values: ExpertForm
@@ -154,7 +154,7 @@ class Weights:
         split = self._map[param_name][0].split
         if self.collectives is not None and split is None:
             # each rank computes all of it, with the same bits: no measured choices, which may differ
-            form: WeightForm = replace(Plain.load(self._source, names, options), choices={})
+            form: WeightForm = replace(UnquantizedLinear.load(self._source, names, options), choices={})
         elif self.collectives is not None and split == 1:
             form = load_linear(self._source, names, replace(options, row_maxima=self.collectives.greatest))
             if not is_partial:

@@ -76,8 +76,8 @@ def trace_of(counts: Mapping[int, int], steps: int) -> list[int]:
     total = sum(counts.values())
     shares = {size: steps * number / total for size, number in counts.items()}
     whole = {size: int(share) for size, share in shares.items()}
-    rest = sorted(shares, key=lambda size: shares[size] - whole[size], reverse=True)
-    for size in rest[: steps - sum(whole.values())]:
+    by_remainder = sorted(shares, key=lambda size: shares[size] - whole[size], reverse=True)
+    for size in by_remainder[: steps - sum(whole.values())]:
         whole[size] += 1
     trace = [size for size in sorted(whole) for _ in range(whole[size])]
     random.Random(0).shuffle(trace)

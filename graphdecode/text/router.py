@@ -28,7 +28,7 @@ class DeferredInterrupt:
 
     def __enter__(self) -> DeferredInterrupt:
         self._pending = False
-        self._came_at = 0.0
+        self._arrived_at = 0.0
         self._previous = None
         if threading.current_thread() is threading.main_thread():
             self._previous = signal.getsignal(signal.SIGINT)
@@ -37,10 +37,10 @@ class DeferredInterrupt:
         return self
 
     def _note(self, _number: int, _frame: FrameType | None) -> None:
-        if self._pending and time.monotonic() - self._came_at > _HANGING_SECONDS:
+        if self._pending and time.monotonic() - self._arrived_at > _HANGING_SECONDS:
             raise KeyboardInterrupt
         if not self._pending:
-            self._pending, self._came_at = True, time.monotonic()
+            self._pending, self._arrived_at = True, time.monotonic()
 
     def check(self) -> None:
         """Raise `KeyboardInterrupt` if Ctrl-C came."""

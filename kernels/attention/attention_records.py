@@ -181,17 +181,17 @@ def can_compile(q: Tensor, k_cache: Tensor, v_cache: Tensor, *others: Tensor) ->
 
     All must be contiguous, but for latent values, and for keys in parts, whose tokens must be at equal distances.
     """
-    is_known = k_cache.dtype == v_cache.dtype and k_cache.dtype in (q.dtype, *CODES) and q.shape[-1] % LANES == 0
+    is_supported = k_cache.dtype == v_cache.dtype and k_cache.dtype in (q.dtype, *CODES) and q.shape[-1] % LANES == 0
     if is_in_parts(q, k_cache):
-        is_known = is_known and k_cache.shape[2] == 1 and all(map(_has_even_tokens, (k_cache, v_cache)))
+        is_supported = is_supported and k_cache.shape[2] == 1 and all(map(_has_even_tokens, (k_cache, v_cache)))
     else:
         others = (k_cache, *others)
     if k_cache.shape == v_cache.shape and not is_in_parts(q, k_cache):
         others = (v_cache, *others)
     else:
         rope_dim = rope_dim_of(q, k_cache, v_cache)
-        is_known = is_known and rope_dim > 0 and rope_dim % (2 * LANES) == 0
-    return is_known and all(tensor.is_contiguous() for tensor in (q, *others))
+        is_supported = is_supported and rope_dim > 0 and rope_dim % (2 * LANES) == 0
+    return is_supported and all(tensor.is_contiguous() for tensor in (q, *others))
 
 
 def _has_even_tokens(cache: Tensor) -> bool:

@@ -106,9 +106,9 @@ def to_compute(x, COMPUTE: tl.constexpr):
 @triton.jit
 def alibi_slope(head, POWER: tl.constexpr):
     """The slope of a query head (Press et al., 2022); POWER is the largest power of two up to the number of heads."""
-    first = -8.0 * (head + 1).to(tl.float32) / POWER
-    rest = -4.0 * (2 * (head - POWER) + 1).to(tl.float32) / POWER
-    return tl.exp2(tl.where(head < POWER, first, rest))
+    geometric = -8.0 * (head + 1).to(tl.float32) / POWER
+    interleaved = -4.0 * (2 * (head - POWER) + 1).to(tl.float32) / POWER
+    return tl.exp2(tl.where(head < POWER, geometric, interleaved))
 
 
 @triton.jit

@@ -133,8 +133,8 @@ def decode_attention_triton(
 
 
 def _is_served(out, lse, q, k_cache, v_cache, table, indptr, positions) -> bool:
-    is_plain = positions.position_mode == "NONE" and lse is None and (indptr is None or is_in_parts(q, k_cache))
-    return is_plain and can_compile(q, k_cache, v_cache, out, table)
+    is_supported = positions.position_mode == "NONE" and lse is None and (indptr is None or is_in_parts(q, k_cache))
+    return is_supported and can_compile(q, k_cache, v_cache, out, table)
 
 
 @operator(triton_version=decode_attention_triton, is_compiled=_is_served)

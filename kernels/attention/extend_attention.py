@@ -131,7 +131,7 @@ def _extend_attention_kernel(
         tl.store(target, top + tl.log2(norm), mask=active)
 
 
-def queries_at_once(device: torch.device) -> int:
+def tile_rows(device: torch.device) -> int:
     """Return the rows of a program's tile, queries times heads, where its accumulator fits."""
     # a warp group multiplies 64 rows: eight warps on one such tile would do the same work twice
     return 128 if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9 else 64
@@ -146,7 +146,7 @@ def extend_attention_triton(
     kv_heads, head_dim = k_cache.shape[2], q.shape[-1]
     group = q.shape[-2] // kv_heads
     nope_dim = head_dim - rope_dim_of(q, k_cache, v_cache)
-    tile = tile_sizes(queries_at_once(q.device), nope_dim, v_cache.shape[-1], q.dtype, k_cache.dtype)
+    tile = tile_sizes(tile_rows(q.device), nope_dim, v_cache.shape[-1], q.dtype, k_cache.dtype)
     table = page_table if page_table is not None else torch.arange(count, dtype=torch.int32, device=q.device)
     meta = meta_of(
         q, k_cache, v_cache, tile, options, HAS_LSE=lse is not None,
@@ -166,8 +166,8 @@ def extend_attention_triton(
 
 
 def _is_served(out, lse, q, k_cache, v_cache, page_table) -> bool:
-    is_plain = lse is None and page_table is not None and q.dim() == 3 and not is_in_parts(q, k_cache)
-    return is_plain and can_compile(q, k_cache, v_cache, out, page_table)  # type: ignore[arg-type]
+    is_supported = lse is None and page_table is not None and q.dim() == 3 and not is_in_parts(q, k_cache)
+    return is_supported and can_compile(q, k_cache, v_cache, out, page_table)  # type: ignore[arg-type]
 
 
 @operator(triton_version=extend_attention_triton, is_compiled=_is_served)

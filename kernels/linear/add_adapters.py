@@ -118,7 +118,7 @@ def _up_kernel(
                     end = out_features
                     rows = tl.load(ids + token, mask=is_slot, other=0)
                     rows = slot * vocab + tl.where((rows >= 0) & (rows < vocab), rows, 0)
-                here = (columns >= begin) & (columns < end)
+                in_range = (columns >= begin) & (columns < end)
                 for start in range(0, tl.where((block < end) & (block + BLOCK > begin), rank, 0), RANKS):
                     ranks = start + tl.arange(0, RANKS)
                     used = ranks < rank
@@ -127,7 +127,7 @@ def _up_kernel(
                     ).to(tl.float32)
                     weights = tl.load(
                         up + (slot * RANK + ranks[:, None]) * out_features + columns[None, :],
-                        mask=used[:, None] & here[None, :],
+                        mask=used[:, None] & in_range[None, :],
                         other=0.0,
                     )
                     total = tl.dot(values * scale, weights.to(tl.float32), total, input_precision="ieee")

@@ -119,7 +119,7 @@ class _Format(NamedTuple):
 
     def of(self, value: float) -> int:
         """Return the bits of a float twice, as in a register."""
-        return _both_halves(int(torch.tensor(value, dtype=self.dtype).view(torch.int16)) & 0xFFFF)
+        return _in_both_halves(int(torch.tensor(value, dtype=self.dtype).view(torch.int16)) & 0xFFFF)
 
 
 _FORMATS = {
@@ -193,7 +193,7 @@ def assembly(code: str, dtype: torch.dtype, tile: int = 0) -> str:
     return str(listing)
 
 
-def _both_halves(bits: int) -> int:
+def _in_both_halves(bits: int) -> int:
     return bits << 16 | bits
 
 
@@ -201,26 +201,26 @@ def _integer(listing: _Listing, span: int, words: str, high: str, tile: int, kin
     """Put an integer into a mantissa so that its lowest bit counts 1; subtract the excess and the zero."""
     base = 1 << (4 if kind.bits == 4 else kind.bits) if form.name == "bf16" else 1 << form.mantissa
     bit = form.mantissa - (base.bit_length() - 1)  # of the lowest bit
-    put = listing.masked(listing.shifted(words, bit - 4 * span), _both_halves(15 << bit), form.of(base))
+    operand = listing.masked(listing.shifted(words, bit - 4 * span), _in_both_halves(15 << bit), form.of(base))
     if kind.spans_of_high:
         width = kind.bits - 4
         at = (tile * kind.per_word + span) % kind.spans_of_high * width
         moved = listing.shifted(high, bit + 4 - at)
-        put = listing.masked(moved, _both_halves((1 << width) - 1 << bit + 4), put)
+        operand = listing.masked(moved, _in_both_halves((1 << width) - 1 << bit + 4), operand)
     assert kind.zero is not None
-    listing.multiply_add(f"${span}", put, form.of(1.0), form.of(-float(base + kind.zero)), form)
+    listing.multiply_add(f"${span}", operand, form.of(1.0), form.of(-float(base + kind.zero)), form)
 
 
 def _byte(listing: _Listing, span: int, words: str, form: _Format) -> None:
     """Append the seven lower bits to 128; subtract 128, or 256 if the exponent includes the sign bit."""
     moved = listing.shifted(words, -8 * span)
     if form.name == "bf16":
-        low = listing.masked(moved, _both_halves(0x7F), form.of(128.0))
-        sign = listing.masked(moved, _both_halves(0x80), form.of(128.0))
+        low = listing.masked(moved, _in_both_halves(0x7F), form.of(128.0))
+        sign = listing.masked(moved, _in_both_halves(0x80), form.of(128.0))
         listing.multiply_add(f"${span}", sign, form.of(-1.0), low, form)
     else:  # flipping the sign makes it excess 128, and all eight bits fit
-        put = listing.masked(moved, _both_halves(0xFF), form.of(1024.0) ^ _both_halves(0x80), _AND_XOR)
-        listing.multiply_add(f"${span}", put, form.of(1.0), form.of(-1152.0), form)
+        operand = listing.masked(moved, _in_both_halves(0xFF), form.of(1024.0) ^ _in_both_halves(0x80), _AND_XOR)
+        listing.multiply_add(f"${span}", operand, form.of(1.0), form.of(-1152.0), form)
 
 
 def _float(listing: _Listing, span: int, words: str, bits: int, form: _Format) -> None:
@@ -229,6 +229,6 @@ def _float(listing: _Listing, span: int, words: str, bits: int, form: _Format) -
     begin = bits * span  # first bit of the code in the word
     bit = form.mantissa - mantissa
     magnitude = (1 << bits - 1) - 1 << bit
-    put = listing.masked(listing.shifted(words, bit - begin), _both_halves(magnitude), 0)
-    put = listing.masked(listing.shifted(words, 16 - bits - begin), _both_halves(0x8000), put)
-    listing.multiply_add(f"${span}", put, form.of(2.0 ** (form.bias - bias)), form.of(-0.0), form)
+    operand = listing.masked(listing.shifted(words, bit - begin), _in_both_halves(magnitude), 0)
+    operand = listing.masked(listing.shifted(words, 16 - bits - begin), _in_both_halves(0x8000), operand)
+    listing.multiply_add(f"${span}", operand, form.of(2.0 ** (form.bias - bias)), form.of(-0.0), form)

@@ -75,7 +75,7 @@ def quantized_panels(
 def by_panel(weight: QuantizedPanels) -> dict[str, Tensor]:
     """Return the tensors by panel, by name."""
     names = ("panels", "scales", "mins", "factors", "min_factors")
-    return {name: held for name in names if (held := getattr(weight, name)) is not None}
+    return {name: tensor for name in names if (tensor := getattr(weight, name)) is not None}
 
 
 def joined_panels(parts: Sequence[QuantizedPanels], *, interleaved: bool = False) -> QuantizedPanels:
@@ -88,8 +88,8 @@ def joined_panels(parts: Sequence[QuantizedPanels], *, interleaved: bool = False
         return first
     joined: dict[str, Any] = {}
     for name in by_panel(first):
-        held = [getattr(part, name) for part in parts]
-        joined[name] = torch.stack(held, 1).flatten(0, 1) if interleaved else torch.cat(held)
+        tensors = [getattr(part, name) for part in parts]
+        joined[name] = torch.stack(tensors, 1).flatten(0, 1) if interleaved else torch.cat(tensors)
     return first._replace(**joined)
 
 

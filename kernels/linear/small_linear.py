@@ -619,9 +619,9 @@ def small_linear(
     if config.kind == "skinny" and rows > SKINNY_ROWS:
         raise ValueError(f"x has {rows} rows; the skinny kernel takes 1..{SKINNY_ROWS}")
     if gain is not None and config.separate_norm:
-        once = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        rms_norm(once, x, gain, eps)
-        x, gain = once, None
+        normed = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        rms_norm(normed, x, gain, eps)
+        x, gain = normed, None
     partial = partial_sums(config, x, out_features, counters)
     _small_linear(out, x, weight, bias, gain, partial, counters, eps, epilogue, scale, config)
 

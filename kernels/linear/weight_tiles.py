@@ -144,8 +144,8 @@ def _of_groups(tiles: WeightTiles) -> tuple[Tensor, Tensor | None]:
     if seconds is None:
         return wide, None
     if kind == "six bits":
-        both = wide[..., None, :] * _six_bits(seconds)
-        return both[..., 0], -both[..., 1]
+        factors = wide[..., None, :] * _six_bits(seconds)
+        return factors[..., 0], -factors[..., 1]
     if kind == "parts":
         return wide * seconds.float(), None
     return wide, -wide * seconds.float() if kind == "zeros" else seconds.float()
@@ -183,5 +183,5 @@ def joined_tiles(parts: list[WeightTiles]) -> WeightTiles:
     if len(parts) == 1:
         return parts[0]
     fields = zip(*parts, strict=True)
-    joined: list[Any] = [torch.cat(held, dim=1) if isinstance(held[0], Tensor) else held[0] for held in fields]
+    joined: list[Any] = [torch.cat(values, dim=1) if isinstance(values[0], Tensor) else values[0] for values in fields]
     return WeightTiles(*joined)

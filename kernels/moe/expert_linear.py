@@ -248,10 +248,10 @@ def expert_linear(
     """
     count, is_gated = len(pairs.offsets) - 1, pairs.gate != "none"
 
-    def plain(expert: int) -> Tensor:
+    def expert_weight(expert: int) -> Tensor:
         return _row_major(weight, expert, count, out.shape[1], x.shape[1], is_gated).float()
 
-    write_products(out, x, plain, bias, pairs)
+    write_products(out, x, expert_weight, bias, pairs)
 
 
 def stacked_panels(panels_of_experts: Iterable[QuantizedPanels | None], count: int) -> QuantizedPanels | None:
@@ -269,18 +269,19 @@ def stacked_panels(panels_of_experts: Iterable[QuantizedPanels | None], count: i
         if whole is None:
             kind = _kind(panels)
             memory: dict[str, Any] = {
-                name: held.new_empty((count * len(held), *held.shape[1:])) for name, held in by_panel(panels).items()
+                name: tensor.new_empty((count * len(tensor), *tensor.shape[1:]))
+                for name, tensor in by_panel(panels).items()
             }
             whole = panels._replace(**memory)
-        for name, held in by_panel(panels).items():
-            getattr(whole, name)[expert * len(held) : (expert + 1) * len(held)] = held
+        for name, tensor in by_panel(panels).items():
+            getattr(whole, name)[expert * len(tensor) : (expert + 1) * len(tensor)] = tensor
     return whole
 
 
 def _kind(weight: QuantizedPanels) -> tuple[object, ...]:
     """Return the properties that a product's experts share."""
     table = None if weight.table is None else tuple(weight.table.tolist())
-    shapes = tuple((name, held.shape, held.dtype) for name, held in by_panel(weight).items())
+    shapes = tuple((name, tensor.shape, tensor.dtype) for name, tensor in by_panel(weight).items())
     return (shapes, table, weight.scale_dtype, weight.code)
 
 
@@ -314,11 +315,11 @@ def quantized_expert_linear(
     """
     experts, is_gated = len(pairs.offsets) - 1, pairs.gate != "none"
 
-    def plain(expert: int) -> Tensor:
+    def expert_weight(expert: int) -> Tensor:
         rows = _dequantized_expert(weight, expert, experts, out.shape[1], is_gated)
         return rows if columns is None else torch.empty_like(rows).index_copy_(1, columns[expert].long(), rows)
 
-    write_products(out, x, plain, bias, pairs)
+    write_products(out, x, expert_weight, bias, pairs)
 
 
 # One program multiplies BLOCK_M pairs of one expert with BLOCK_N rows of its weight; if gated, half of them are the

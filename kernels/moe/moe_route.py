@@ -79,9 +79,9 @@ def _list_kernel(order, offsets, ids, pairs, BLOCK: tl.constexpr, PDL: tl.conste
         tl.store(offsets, 0)
     for first in range(0, pairs, BLOCK):
         chosen = tl.load(ids + first + index, mask=first + index < pairs, other=-1)
-        own = (chosen == expert).to(tl.int32)
-        tl.store(order + begin + tl.cumsum(own, axis=0) - own, first + index, mask=chosen == expert)
-        begin += tl.sum(own)
+        is_own = (chosen == expert).to(tl.int32)
+        tl.store(order + begin + tl.cumsum(is_own, axis=0) - is_own, first + index, mask=chosen == expert)
+        begin += tl.sum(is_own)
     tl.store(offsets + expert + 1, begin)
 
 
@@ -145,8 +145,8 @@ def moe_route(
     offsets[:1].zero_()
     offsets[1:].copy_((pairs[:, None] == experts).sum(0).cumsum(0))
     listed = torch.where(pairs < 0, logits.shape[1], pairs).sort(stable=True).indices
-    known = torch.arange(pairs.shape[0], device=logits.device) < offsets[-1:]
-    order.copy_(torch.where(known, listed, order))
+    is_routed = torch.arange(pairs.shape[0], device=logits.device) < offsets[-1:]
+    order.copy_(torch.where(is_routed, listed, order))
 
 
 _MAX_BLOCK = 1024
@@ -217,9 +217,9 @@ def moe_combine(out: Written[Wide], parts: Wide, ids: Int32, weights: Float32, g
         weights: fp32 [rows, slots].
         gate: [rows, 1], logit of the factor of what `out` holds; rows may be strided. None: `out` is only written.
     """
-    held = parts.view(*ids.shape, -1).float()
-    held = torch.where(ids[:, :, None] >= 0, held * weights[:, :, None], 0.0)
+    products = parts.view(*ids.shape, -1).float()
+    products = torch.where(ids[:, :, None] >= 0, products * weights[:, :, None], 0.0)
     total = torch.zeros_like(out, dtype=torch.float32) if gate is None else out.float() * torch.sigmoid(gate.float())
     for slot in range(ids.shape[1]):
-        total += held[:, slot]
+        total += products[:, slot]
     out.copy_(total)

@@ -70,10 +70,10 @@ class Compiler(NamedTuple):
             )  # fmt: skip
             return cls([*words, *flags], version.stdout, system.processor())
         except (OSError, subprocess.SubprocessError, ValueError) as error:
-            why = getattr(error, "strerror", None) or error
+            reason = getattr(error, "strerror", None) or error
             if isinstance(error, subprocess.CalledProcessError):
-                why = f"`{words[0]} --version` ended with {error.returncode}"
-            problem = f"the C compiler {words[0]!r} cannot be run ({why})"
+                reason = f"`{words[0]} --version` ended with {error.returncode}"
+            problem = f"the C compiler {words[0]!r} cannot be run ({reason})"
             raise NotCompiled(f"{problem}: install it, or name one in CC") from error
 
     def compile(self, texts: Mapping[Path, str], options: list[str]) -> None:

@@ -68,8 +68,8 @@ def chosen(name: str | None, sets: Mapping[str, Instructions]) -> Instructions:
     if not name:
         return list(sets.values())[-1]
     if name not in sets:
-        why = "this processor lacks; it" if name in NAMES else f"is none of {', '.join(NAMES)}; this processor"
-        raise MissingInstructions(f"{VARIABLE} is {name!r}, which {why} has {', '.join(sets)}")
+        reason = "this processor lacks; it" if name in NAMES else f"is none of {', '.join(NAMES)}; this processor"
+        raise MissingInstructions(f"{VARIABLE} is {name!r}, which {reason} has {', '.join(sets)}")
     return sets[name]
 
 

@@ -171,10 +171,10 @@ def _unit(element: torch.dtype | None, part: str) -> Unit:
 def unavailable_reason() -> str | None:
     """Return why there are no compiled kernels, or not all that were asked for; None if there are."""
     _load()
-    return _known_failure()
+    return _load_failure()
 
 
-def _known_failure() -> str | None:
+def _load_failure() -> str | None:
     return next((loaded.reason for loaded in list(LOADED.values()) if loaded.reason), None)
 
 
@@ -185,7 +185,7 @@ def describe() -> str:
             raise NotCompiled(reason)
         if all(_carried_file(unit).exists() for unit in UNITS):
             return f"compiled kernels: {CARRIED}\ncompiler: none, the package carries them"
-        if (failure := _known_failure()) is not None:
+        if (failure := _load_failure()) is not None:
             raise NotCompiled(failure)
         compiler = Compiler.detect()
         names = _names(UNITS, compiler)
@@ -196,7 +196,7 @@ def describe() -> str:
                 counts[folder] = sum((folder / name).exists() for name in names.values())
         if not counts:
             raise NotCompiled("no folder for compiled kernels can be read")
-        folder, count = max(counts.items(), key=lambda found: found[1])
+        folder, count = max(counts.items(), key=lambda item: item[1])
     except (NotCompiled, OSError) as error:
         return f"compiled kernels: none, torch's operators do the work: {error}"
     by = f"{' '.join(compiler.command)} ({compiler.version.partition(chr(10))[0]})"
@@ -429,12 +429,12 @@ class NativeCall:
     Attributes:
         function: the kernel.
         packed: its argument struct.
-        held: tensors that the struct points into.
+        keep_alive: tensors that the struct points into.
     """
 
     function: Any
     packed: bytes
-    held: Sequence[Any]
+    keep_alive: Sequence[Any]
 
     def __call__(self) -> None:
         """Run the kernel."""

@@ -263,13 +263,13 @@ class Signature:
         }
         in_order = [name for name in takewhile(fields_of.__contains__, kinds) if kinds[name] is not _KEYWORD_ONLY]
         by_name = [name for name in fields_of if name not in in_order]
-        taken = [fields_of[name] for name in (*in_order, *by_name)]
+        passed = [fields_of[name] for name in (*in_order, *by_name)]
         records = [
             (at, functools.partial(tuple.__new__, parameter.record), parameter.is_optional)
-            for at, (parameter, _) in enumerate(taken)
+            for at, (parameter, _) in enumerate(passed)
             if parameter.record is not None
         ]
-        pick = _picker([fields if parameter.record is not None else fields.start for parameter, fields in taken])
+        pick = _picker([fields if parameter.record is not None else fields.start for parameter, fields in passed])
         num_in_order = len(in_order)
 
         def call(*fields: Any) -> Any:
@@ -353,11 +353,11 @@ def _picker(indices: Sequence[Any]) -> Callable[[Sequence[Any]], Sequence[Any]]:
 def _named_like(function: Callable[..., Any], closure: Any) -> Any:
     """Give a closure the name, file and line of a function, in tracebacks, profiles and debuggers."""
     if isinstance(function, FunctionType):
-        code, own = function.__code__, closure.__code__
-        units = len(own.co_code) // 2
+        code, closure_code = function.__code__, closure.__code__
+        units = len(closure_code.co_code) // 2
         # all of it is at the function's first line: for each 8 units, no columns and 0 lines on (CPython, locations.md)
         lines = b"".join(bytes((0xE8 | min(units - at, 8) - 1, 0)) for at in range(0, units, 8))
-        closure.__code__ = own.replace(
+        closure.__code__ = closure_code.replace(
             co_name=code.co_name, co_qualname=code.co_qualname, co_filename=code.co_filename,
             co_firstlineno=code.co_firstlineno, co_linetable=lines,
         )  # fmt: skip
@@ -409,23 +409,25 @@ def operator(
 
     def registered(function: Callable[P, None]) -> Callable[P, None]:
         signature = Signature(function)
-        plain = signature.flat(function)
+        on_torch = signature.flat(function)
         native: NativeVersion | None = None
         if is_compiled is not False:
             library.declare(signature, (constants or {}) | signature.choices)
             native = _native(signature, None if is_compiled is True else signature.flat(is_compiled))
         if parts is not None:
             native = _sequence(signature, signature.flat(parts))
-        on_host = plain if native is None else _native_or_torch(signature, native, plain)
-        on_device = plain if triton_version is None else signature.flat(triton_version)
+        on_host = on_torch if native is None else _native_or_torch(signature, native, on_torch)
+        on_device = on_torch if triton_version is None else signature.flat(triton_version)
         _LIBRARY.define(signature.schema, tags=(torch.Tag.pt2_compliant_tag,))
         for key in ("CPU", *keys):
             _LIBRARY.impl(signature.name, on_host, key)
-        _LIBRARY.impl(signature.name, plain if triton_version is None else _on_its_device(signature, on_device), "CUDA")
+        _LIBRARY.impl(
+            signature.name, on_torch if triton_version is None else _on_its_device(signature, on_device), "CUDA"
+        )
         # it only writes into its arguments, so the fake does nothing
         _LIBRARY.impl(signature.name, lambda *_: None, "Meta")
         overload = getattr(getattr(torch.ops, NAMESPACE), signature.name).default
-        _VERSIONS[overload] = Versions(plain, on_device, native)
+        _VERSIONS[overload] = Versions(on_torch, on_device, native)
         return signature.caller(overload)
 
     return registered
@@ -476,11 +478,11 @@ def _sequence(signature: Signature, parts: Callable[..., Sequence[tuple[str, Seq
     return _named_like(signature.function, sequence)
 
 
-def _native_or_torch(signature: Signature, native: NativeVersion, plain: Callable[..., None]) -> Callable[..., None]:
+def _native_or_torch(signature: Signature, native: NativeVersion, on_torch: Callable[..., None]) -> Callable[..., None]:
     def run(*arguments: Any) -> None:
         call = native(*arguments)
         if call is None:
-            plain(*arguments)
+            on_torch(*arguments)
         else:
             call()
 

@@ -54,8 +54,8 @@ def candidate_window(sketch, block_max, block_sum, temperature, largest, k, top_
     bins, blocks = offsets % META.BINS, offsets // META.BINS
     counts = tl.load(sketch + offsets, mask=blocks < META.BLOCKS, other=0).to(tl.float32)
     maxima = tl.load(block_max + blocks, mask=blocks < META.BLOCKS, other=float("-inf"))
-    apart = largest - tl.div_rn(maxima, temperature)
-    nearest, farthest = apart + bin_begin(bins), apart + bin_begin(bins + 1)
+    distances = largest - tl.div_rn(maxima, temperature)
+    nearest, farthest = distances + bin_begin(bins), distances + bin_begin(bins + 1)
     at_most = counts * tl.where(by_count, 1.0, tl.exp(-nearest))
     at_least = counts * tl.where(by_count, 1.0, tl.exp(-farthest))
     each = tl.arange(0, META.BLOCKS_PADDED)
@@ -64,16 +64,16 @@ def candidate_window(sketch, block_max, block_sum, temperature, largest, k, top_
     total = tl.sum(tl.exp(tl.div_rn(block_largest, temperature) - largest) * sums, axis=0)
     light = (1.0 - top_p) * total  # weight that may be left out; weights are multiples of 2^-36
     few = META.BLOCKS * META.BLOCK - k + 0.5  # ids past the vocabulary are in the last bin
-    rest = tl.where(by_count, few, light * 0.9999 - total * 4e-6)
-    rest_above = tl.where(by_count, few, light * 1.0001 + total * 4e-6)
+    surely_small = tl.where(by_count, few, light * 0.9999 - total * 4e-6)
+    maybe_small = tl.where(by_count, few, light * 1.0001 + total * 4e-6)
     far, too_near = 200, -1  # in eighths: beyond `far` there is surely little enough, at `too_near` maybe too much
     near, too_far = 0, 201  # from `near` on there is surely too much, at `too_far` maybe little enough
     for _ in range(8):
         middle = (far + too_near) // 2
-        is_far = tl.sum(tl.where(farthest > middle * 0.125, at_most, 0.0), axis=0) <= rest
+        is_far = tl.sum(tl.where(farthest > middle * 0.125, at_most, 0.0), axis=0) <= surely_small
         far, too_near = tl.where(is_far, middle, far), tl.where(is_far, too_near, middle)
         middle = (near + too_far) // 2
-        is_near = tl.sum(tl.where(nearest >= middle * 0.125, at_least, 0.0), axis=0) >= rest_above
+        is_near = tl.sum(tl.where(nearest >= middle * 0.125, at_least, 0.0), axis=0) >= maybe_small
         near, too_far = tl.where(is_near, middle, near), tl.where(is_near, too_far, middle)
     slack = tl.abs(largest) * 5e-7  # rounding of the subtractions
     least = tl.maximum(largest - far * 0.125 - slack, largest - 25.0)

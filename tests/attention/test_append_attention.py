@@ -250,7 +250,7 @@ def test_two_launches_over_an_int8_cache_equal_one(dtype, monkeypatch):
     codes = torch.randint(-127, 128, (2, 16, page, kv_heads, dim), generator=draw).to(torch.int8)
     result = []
     for is_separate in (False, True):
-        monkeypatch.setattr(PagedDecodeAttention, "DEVICES_APART", {"cpu"} if is_separate else set())
+        monkeypatch.setattr(PagedDecodeAttention, "SEPARATE_APPEND_DEVICES", {"cpu"} if is_separate else set())
         attention = PagedDecodeAttention(
             max_batch_size=rows, num_qo_heads=heads, num_kv_heads=kv_heads, head_dim=dim, **sizes
         )

@@ -21,7 +21,7 @@ from graphdecode.distributed import Collectives
 from graphdecode.errors import ArgumentError
 from graphdecode.kernels.linear.small_linear import SmallLinearConfig
 from graphdecode.linear.forms import FORMS, register_form
-from graphdecode.linear.plain import Plain
+from graphdecode.linear.unquantized import UnquantizedLinear
 from graphdecode.linear.weight_form import FormOptions
 from graphdecode.models import (
     Decoder,
@@ -124,13 +124,13 @@ class Toy(Family):
 
 
 @dataclass(frozen=True)
-class Fusing(Plain):
+class Fusing(UnquantizedLinear):
     """A GPU's products: norm, gate and residual sum are in their launch."""
 
     path = quantize = "fusing"
 
     @classmethod
-    def of(cls, weight: Tensor, bias: Tensor | None, options: FormOptions) -> Plain:
+    def of(cls, weight: Tensor, bias: Tensor | None, options: FormOptions) -> UnquantizedLinear:
         return cls(weight.shape, bias, weight, config=SmallLinearConfig("dot", 32, 32, 1, 4, 1))
 
 

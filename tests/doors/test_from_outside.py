@@ -22,9 +22,9 @@ from graphdecode.errors import ArgumentError
 from graphdecode.extensions import EntryPoints, load_modules
 from graphdecode.linear import register_form
 from graphdecode.linear.forms import FORMS
-from graphdecode.linear.plain import Plain
 from graphdecode.linear.quantization.registry import FORMATS, register_format
 from graphdecode.linear.quantized_linear import Int8PanelLinear
+from graphdecode.linear.unquantized import UnquantizedLinear
 from graphdecode.models import register_family, register_source, resolve_model_path
 from graphdecode.models.checkpoint import Checkpoint
 from graphdecode.models.families.llama import Llama
@@ -253,7 +253,7 @@ def test_a_registered_name_is_refused_unless_it_is_to_be_replaced() -> None:
         with pytest.raises(ArgumentError, match="int8.*replace=True"):
             register_form(Int8Again)
         with pytest.raises(ArgumentError, match="plain.*replace=True"):
-            register_form(Plain)
+            register_form(UnquantizedLinear)
         with pytest.raises(ArgumentError, match="Checkpoint.*replace=True"):
             register_source(Checkpoint)
         register_step("mine", lambda _: pytest.fail("it is made"))

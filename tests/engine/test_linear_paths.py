@@ -7,9 +7,9 @@ import torch
 
 from graphdecode import LLM, BucketConfig, SamplingParams
 from graphdecode.kernels.linear.small_linear import SmallLinearConfig, small_linear_triton
-from graphdecode.linear import forms, plain
+from graphdecode.linear import forms, unquantized
 from graphdecode.linear.linear_choice import LinearChoice
-from graphdecode.linear.plain import Plain
+from graphdecode.linear.unquantized import UnquantizedLinear
 from graphdecode.linear.weight_form import FormOptions, WeightForm
 
 SPLIT = SmallLinearConfig("dot", 32, 64, 2, 4, 2)
@@ -41,7 +41,7 @@ def test_products_with_counters_are_captured_and_the_report_shows_their_buckets(
         device = llm.device
     counters = torch.zeros(4096, dtype=torch.int32, device=device)
 
-    class Split(Plain):
+    class Split(UnquantizedLinear):
         @classmethod
         def unavailable_reason(cls, options: FormOptions) -> str:
             return ""
@@ -97,7 +97,7 @@ def test_a_model_whose_products_the_interpreted_kernel_makes_answers_the_same(mo
         given = config._replace(pdl=False)
         small_linear_triton(out, x, weight, bias, gain, partial, counters, eps, epilogue, scale, given)
 
-    class Interpreted(Plain):
+    class Interpreted(UnquantizedLinear):
         @classmethod
         def of(cls, weight: torch.Tensor, bias: torch.Tensor | None, options: FormOptions) -> WeightForm:
             choices = {rows: LinearChoice("small", config) for rows in ((1, 2) if kind == "gemv" else (1, 2, 4))}
@@ -107,7 +107,7 @@ def test_a_model_whose_products_the_interpreted_kernel_makes_answers_the_same(mo
         expected = [output.outputs[0].text for output in llm.generate(PROMPTS, GREEDY)]
     counters = torch.zeros(4096, dtype=torch.int32)
     monkeypatch.setattr(forms, "FORMS", [Interpreted])
-    monkeypatch.setattr(plain, "small_linear", product)
+    monkeypatch.setattr(unquantized, "small_linear", product)
     buckets = BucketConfig(max_batch_size=4, max_sequence_length=64, batch_sizes=[1, 2, 4], backend="eager")
     with LLM("demo", config=buckets) as llm:
         assert [output.outputs[0].text for output in llm.generate(PROMPTS, GREEDY)] == expected

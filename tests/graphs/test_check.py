@@ -45,7 +45,7 @@ def test_a_bad_step_is_found_with_kind_and_line(name: str) -> None:
     assert finding.file == inspect.getsourcefile(step)
     first, lines = step.__code__.co_firstlineno, {line for _, _, line in step.__code__.co_lines() if line}
     assert finding.line in (lines if step.__name__ == "<lambda>" else range(first + 2, max(lines) + 1))
-    assert finding.why
+    assert finding.reason
     assert finding.remedy
     assert f"{finding.file}:{finding.line}" in str(finding)
 
@@ -203,7 +203,7 @@ def test_the_documents_steps_have_no_findings() -> None:
         )
         constants = [value for value in names.values() if isinstance(value, torch.Tensor)]
         found = check(step, names["buffers"], constants=constants)
-        assert ["slot 'sum'" in finding.why for finding in found] == [True] * ("right as long as the pads" in source)
+        assert ["slot 'sum'" in finding.reason for finding in found] == [True] * ("right as long as the pads" in source)
         checked.append(step.__name__)
     assert "step" in checked
     assert "count_down" in checked
@@ -219,7 +219,7 @@ def test_host_state_that_changes_between_steps_is_reported() -> None:
     (finding,) = check(step, make_buffers(), between_steps=lambda: lengths.__setitem__(0, 4))
     assert finding.kind == "baked-value"
     assert finding.operator == "aten.slice.Tensor"
-    assert "3 at first, 4 the next time" in finding.why
+    assert "3 at first, 4 the next time" in finding.reason
 
 
 def test_the_number_of_live_rows_on_the_host_is_found_in_a_step() -> None:

@@ -52,7 +52,7 @@ def test_a_slot_without_rows_that_depends_on_padding_is_reported(step, kinds) ->
     x, mean = Slot("x", ("batch", 2), torch.float32, pad=0.0), Slot("mean", (2,), torch.float32)
     findings = check(step, StepBuffers([x, mean], max_batch_size=4, device="cpu"))
     assert [finding.kind for finding in findings] == kinds
-    assert all("(slot 'mean')" in finding.why for finding in findings)
+    assert all("(slot 'mean')" in finding.reason for finding in findings)
 
 
 TIMES = itertools.count(1)
@@ -72,7 +72,7 @@ def test_rows_that_race_are_not_mixed_rows() -> None:
 def test_a_step_that_mixes_rows_is_found_with_line_and_slot(step) -> None:
     (finding,) = check(step, make(x=0.0, y=0.0))
     assert finding.kind == "mixed-rows"
-    assert f"slot {'ids' if step is counted else 'y'!r}" in finding.why
+    assert f"slot {'ids' if step is counted else 'y'!r}" in finding.reason
     lines, first = inspect.getsourcelines(step)
     assert (finding.file, finding.line) == (inspect.getsourcefile(step), first + len(lines) - 1)
 

@@ -142,12 +142,12 @@ def launches(launch: Callable[[], None], arch: int) -> dict[str, dict[str, int]]
     def early(_: torch.device) -> bool:
         return arch >= 90
 
-    def queries_at_once(_: torch.device) -> int:
+    def tile_rows(_: torch.device) -> int:
         return 128 if arch // 10 == 9 else 64
 
     with (
         mock.patch.object(JITFunction, "run", compile_instead),
-        mock.patch.object(extend_attention, "queries_at_once", queries_at_once),
+        mock.patch.object(extend_attention, "tile_rows", tile_rows),
         mock.patch.object(optional_triton, "has_early_start", early),
     ):
         if arch >= 89:

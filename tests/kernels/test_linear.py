@@ -7,8 +7,8 @@ from graphdecode.kernels.linear.linear import linear, packed_linear
 from graphdecode.kernels.native import library as native
 from graphdecode.linear.forms import linear_of
 from graphdecode.linear.linear_choice import LinearTuner
-from graphdecode.linear.plain import Panels
 from graphdecode.linear.quantized_linear import Int8PanelLinear
+from graphdecode.linear.unquantized import Panels
 from graphdecode.linear.weight_form import FormOptions
 
 ROWS = [1, 2, 3, 8, 17, 200, 512]
@@ -75,7 +75,7 @@ def test_a_hostile_row_changes_no_other(rows, dtype):
 
 @pytest.fixture
 def no_compiled_kernels(monkeypatch):
-    monkeypatch.setattr("graphdecode.linear.plain.can_panel", lambda weight: False)
+    monkeypatch.setattr("graphdecode.linear.unquantized.can_panel", lambda weight: False)
 
 
 @cpu_only

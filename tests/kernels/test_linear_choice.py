@@ -12,7 +12,7 @@ from graphdecode.linear import linear_choice
 from graphdecode.linear.composite import MergedLinear
 from graphdecode.linear.forms import linear_of
 from graphdecode.linear.linear_choice import ChoiceCache, LinearChoice, LinearTuner, cache_folder
-from graphdecode.linear.plain import Plain
+from graphdecode.linear.unquantized import UnquantizedLinear
 from graphdecode.linear.weight_form import FormOptions
 
 TIMINGS = 2  # both batch sizes
@@ -166,9 +166,9 @@ def test_each_bucket_has_its_own_choice_and_a_second_start_times_nothing(tmp_pat
         assert choices.keys() == {1, 2, 64}
     assert LinearTuner().choose_small(weight_of(), None, (1, 2)) == {}, "such a weight is read in no time"
     counters = torch.zeros(64, dtype=torch.int32)
-    held = Plain((1024, 512), None, weight, counters, choices=choices)
+    held = UnquantizedLinear((1024, 512), None, weight, counters, choices=choices)
     taken = []
-    monkeypatch.setattr("graphdecode.linear.plain.small_linear", lambda *given, **_: taken.append(given[-1]))
+    monkeypatch.setattr("graphdecode.linear.unquantized.small_linear", lambda *given, **_: taken.append(given[-1]))
     for rows in (1, 2, 3, 64, 65):
         held.apply(torch.zeros(rows, 1024), torch.zeros(rows, 512))
     assert taken == [CONFIG, CONFIG]
@@ -176,13 +176,13 @@ def test_each_bucket_has_its_own_choice_and_a_second_start_times_nothing(tmp_pat
 
 def test_the_products_of_a_weight_can_be_changed_for_measuring(monkeypatch):
     small, weight = LinearChoice("small", CONFIG), weight_of()
-    held = Plain(
+    held = UnquantizedLinear(
         (96, 80), None, weight, torch.zeros(64, dtype=torch.int32), choices={1: small, 4: LinearChoice("plain")}
     )
     late = CONFIG._replace(pdl=False)
     changed = with_choices(held, lambda choice: choice.config and dataclasses.replace(choice, config=late))
     taken = []
-    monkeypatch.setattr("graphdecode.linear.plain.small_linear", lambda *given, **_: taken.append(given[-1]))
+    monkeypatch.setattr("graphdecode.linear.unquantized.small_linear", lambda *given, **_: taken.append(given[-1]))
     for form in (held, changed, with_choices(held, lambda choice: None)):
         form.apply(torch.zeros(1, 96), torch.zeros(1, 80))
         form.apply(torch.zeros(4, 96), torch.zeros(4, 80))
@@ -208,7 +208,7 @@ def test_where_nothing_can_be_timed_cublas_is_taken_for_this_start_alone(tmp_pat
 
 def test_the_fixed_product_has_one_configuration_for_any_number_of_rows():
     weight, config = weight_of(), fixed_config(96, 80, 4)
-    held = Plain(weight.shape, None, weight, LinearTuner().counters(weight.device), config)
+    held = UnquantizedLinear(weight.shape, None, weight, LinearTuner().counters(weight.device), config)
     for rows in (1, 16, 17, 700):
         assert held.choice(rows).config == config
         x, out = torch.randn(rows, 80), torch.full((rows, 96), torch.nan)

@@ -118,7 +118,7 @@ def test_logits_are_those_of_transformers(checkpoint, device, name, chunk):
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="needs oneDNN")
 @pytest.mark.parametrize("name", ["llama-biases", "qwen2.5-yarn-tied"])
 def test_packed_weights_give_the_logits_of_transformers(checkpoint, monkeypatch, name):
-    monkeypatch.setattr("graphdecode.linear.plain.can_panel", lambda weight: False)
+    monkeypatch.setattr("graphdecode.linear.unquantized.can_panel", lambda weight: False)
     for actual, exact in zip(
         decoded_logits(checkpoint(name), "cpu", 256), expected_logits(checkpoint(name)), strict=True
     ):

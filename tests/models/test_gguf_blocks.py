@@ -10,8 +10,8 @@ from products import product
 
 from graphdecode.linear.composite import MergedLinear
 from graphdecode.linear.linear_choice import LinearTuner
-from graphdecode.linear.plain import Panels
 from graphdecode.linear.quantized_linear import PanelLinear
+from graphdecode.linear.unquantized import Panels
 from graphdecode.linear.weight_form import FormOptions, LinearNames, WeightForm
 from graphdecode.models import load_model
 from graphdecode.models.forward_context import Tokens

@@ -22,8 +22,8 @@ from graphdecode.engine.prompts import PromptChunk, Prompts
 from graphdecode.kernels.native import library as native
 from graphdecode.kernels.native.instructions import Instructions, instructions
 from graphdecode.linear.linear_choice import LinearTuner
-from graphdecode.linear.plain import Panels
 from graphdecode.linear.quantized_linear import PanelLinear
+from graphdecode.linear.unquantized import Panels
 from graphdecode.models import (
     CheckpointError,
     UnsupportedModelError,

@@ -17,9 +17,9 @@ from safetensors.torch import load_file, save_file
 
 from graphdecode import LLM
 from graphdecode.linear.composite import MergedLinear
-from graphdecode.linear.plain import Panels
 from graphdecode.linear.quantization.registry import weight_type
 from graphdecode.linear.quantized_linear import PanelLinear
+from graphdecode.linear.unquantized import Panels
 from graphdecode.linear.weight_form import Shard
 from graphdecode.models import CheckpointError, UnsupportedModelError, check_model, load_model
 from graphdecode.models.checkpoint import Checkpoint

@@ -17,7 +17,7 @@ from test_mxfp4 import folders  # noqa: F401 (a fixture)
 from torch import Tensor
 
 from graphdecode import LLM
-from graphdecode.linear.experts import ExpertPanels, PlainExperts
+from graphdecode.linear.experts import ExpertPanels, UnquantizedExperts
 from graphdecode.linear.quantization.compressed_tensors import GROUP_QUANTIZATIONS, quantized_groups
 from graphdecode.models import Decoder, load_model
 from graphdecode.models.blocks import Experts, SparseMlp
@@ -80,7 +80,7 @@ def test_those_of_a_gguf_file_keep_their_blocks(tmp_path: Path, name: str, gate_
 def test_a_gate_in_another_type_is_undone_with_what_it_is_for(tmp_path: Path) -> None:
     for name in ("mixtral", "gpt-oss"):
         packed, _ = models_of_file(tmp_path / f"{name}.gguf", name, "Q4_0", "Q8_0", "Q8_0")
-        assert all(isinstance(experts.gate_up, PlainExperts) for experts in experts_in(packed))
+        assert all(isinstance(experts.gate_up, UnquantizedExperts) for experts in experts_in(packed))
         assert all(isinstance(experts.down, ExpertPanels) for experts in experts_in(packed))
 
 
@@ -113,8 +113,8 @@ def test_those_of_hugging_faces_forms_keep_their_groups(tmp_path: Path, family: 
     has_plain_layer = family == "qwen3-moe"  # and 40 columns, which are no whole blocks
     for index, experts in enumerate(experts_in(packed)):
         is_plain = has_plain_layer and index == 1
-        assert type(experts.gate_up) is (PlainExperts if is_plain else ExpertPanels)
-        assert type(experts.down) is (PlainExperts if has_plain_layer else ExpertPanels)
+        assert type(experts.gate_up) is (UnquantizedExperts if is_plain else ExpertPanels)
+        assert type(experts.down) is (UnquantizedExperts if has_plain_layer else ExpertPanels)
 
 
 def test_they_answer_through_captured_graphs(tmp_path: Path) -> None:
@@ -177,5 +177,5 @@ def test_a_model_is_the_one_whose_matrices_were_rounded_before(tmp_path, name, q
     assert all(type(each) is ExpertPanels for block in experts_in(packed) for each in (block.gate_up, block.down))
     torch.testing.assert_close(logits(packed), logits(expected), rtol=3e-4, atol=3e-4)
     plain = load_model(tmp_path / "plain", device="cpu", dtype="float32")
-    assert isinstance(plain.layers[0].mlp.experts.down, PlainExperts)
+    assert isinstance(plain.layers[0].mlp.experts.down, UnquantizedExperts)
     assert (logits(plain) - logits(expected)).abs().max() > 1e-3  # and it is another than the plain one

@@ -19,12 +19,12 @@ from test_quantized_experts import experts_in, logits, models_of_file
 from graphdecode.kernels.linear.small_linear import SmallLinearConfig, partial_sums
 from graphdecode.kernels.linear.tiled_linear import tiled_linear_triton
 from graphdecode.kernels.linear.weight_tiles import WeightTiles, dequantized
-from graphdecode.linear.experts import ExpertPanels, ExpertTiles, PlainExperts
-from graphdecode.linear.plain import Plain
+from graphdecode.linear.experts import ExpertPanels, ExpertTiles, UnquantizedExperts
 from graphdecode.linear.quantization.groups import Groups, packed
 from graphdecode.linear.quantized_linear import Int8PanelLinear, PanelLinear
 from graphdecode.linear.small_linear_timing import FUSED_FORMS, FusedForm
 from graphdecode.linear.tiled_linear import Int8TiledLinear, TiledLinear
+from graphdecode.linear.unquantized import UnquantizedLinear
 from graphdecode.linear.weight_form import WeightForm
 from graphdecode.models import Decoder, load_model
 from graphdecode.models.forward_context import Tokens
@@ -80,7 +80,7 @@ def test_a_files_blocks_are_kept_part_by_part_and_all_products_are_those_of_thei
         expected = [norm @ weight.T, torch.nn.functional.silu(gate) * up, 1 + 0.5 * (x @ weight.T)]
         for one, other in zip(fused_products(form, x, gain), expected, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
-    assert isinstance(model.head.lm_head, TiledLinear | Plain)
+    assert isinstance(model.head.lm_head, TiledLinear | UnquantizedLinear)
     assert model.stem.table is not None
     table, nothing = values(source, "model.embed_tokens.weight"), torch.zeros(0, dtype=torch.int32)
     tokens = Tokens(torch.tensor([3, 1, 4]), nothing, nothing, torch.tensor([3], dtype=torch.int32), nothing)
@@ -237,7 +237,7 @@ def test_experts_of_a_file_are_tiles_too(tmp_path, forms_of_a_gpu, name, gate_up
     packed, _ = models_of_file(tmp_path / "small.gguf", name, gate_up, gate_up, down)
     for experts in experts_in(packed):
         assert type(experts.down) is ExpertTiles
-        assert type(experts.gate_up) is (PlainExperts if gate_up == "F16" else ExpertTiles)
+        assert type(experts.gate_up) is (UnquantizedExperts if gate_up == "F16" else ExpertTiles)
 
 
 @pytest.mark.parametrize("quantize", ["int8", "int4", "fp8", "q8_0"])
@@ -247,12 +247,12 @@ def test_experts_that_are_rounded_while_they_are_read_are_tiles(tmp_path, forms_
     monkeypatch.setattr(ExpertTiles, "load", classmethod(lambda *_arguments: None))
     undone = load_model(tmp_path, device="cpu", dtype="float32", quantize=quantize)
     torch.testing.assert_close(logits(packed), logits(undone), rtol=3e-4, atol=3e-4)
-    for model, form in ((packed, ExpertTiles), (undone, PlainExperts)):
+    for model, form in ((packed, ExpertTiles), (undone, UnquantizedExperts)):
         assert all(type(each) is form for experts in experts_in(model) for each in (experts.gate_up, experts.down))
 
 
 def test_experts_in_groups_are_tiles_and_those_with_an_order_of_columns_are_undone(tmp_path, forms_of_a_gpu):
-    for form, kind in (("int4 group with zeros", ExpertTiles), ("gptq desc_act", PlainExperts)):
+    for form, kind in (("int4 group with zeros", ExpertTiles), ("gptq desc_act", UnquantizedExperts)):
         folders = write_pair(FORMS[form], tmp_path / form, "mixtral")
         packed, plain = (load_model(folder, device="cpu", dtype="float32") for folder in folders)
         torch.testing.assert_close(logits(packed), logits(plain), rtol=3e-4, atol=3e-4)

@@ -11,7 +11,7 @@ from graphdecode.engine.loading import load_runner
 from graphdecode.engine.runner import Runner
 from graphdecode.linear.composite import LinearWrapper, MergedLinear
 from graphdecode.linear.linear_choice import LinearChoice
-from graphdecode.linear.plain import Plain
+from graphdecode.linear.unquantized import UnquantizedLinear
 from graphdecode.linear.weight_form import WeightForm
 from graphdecode.models import Decoder
 from graphdecode.models.blocks import Block
@@ -50,7 +50,7 @@ def runner_of(
 
 def with_choices(part: Any, change: Callable[[LinearChoice], LinearChoice | None]) -> Any:
     """Return a block or weight whose plain products use other kernels; a `change` to None is cuBLAS."""
-    if isinstance(part, Plain):
+    if isinstance(part, UnquantizedLinear):
         changed = {rows: change(choice) for rows, choice in part.choices.items()}
         return replace(part, choices={rows: choice for rows, choice in changed.items() if choice is not None})
     if isinstance(part, MergedLinear):

@@ -18,7 +18,7 @@ from graphdecode.config import BucketConfig
 from graphdecode.config.sampling_params import SamplingParams
 from graphdecode.engine.constraint import Guide
 from graphdecode.errors import ArgumentError, shown
-from graphdecode.extensions import BRING_YOUR_OWN, EntryPoints, refuse_duplicate
+from graphdecode.extensions import HOW_TO_REGISTER, EntryPoints, refuse_duplicate
 from graphdecode.graphs import Loop
 from graphdecode.kernels.linear.add_adapters import NO_ADAPTER
 from graphdecode.kernels.sampling.sampling_slots import (
@@ -373,5 +373,7 @@ def step_maker(name: str) -> StepMaker:
     if name not in STEPS:
         known = ", ".join(STEPS) or "none"
         requested = shown(name, plain=True)
-        raise ArgumentError(f"step_kind {requested} is not registered; registered are {known}; a step {BRING_YOUR_OWN}")
+        raise ArgumentError(
+            f"step_kind {requested} is not registered; registered are {known}; a step {HOW_TO_REGISTER}"
+        )
     return STEPS[name]

@@ -36,7 +36,7 @@ class Finding:
     operator: str  # the operator to blame
     file: str | None  # file and line in the step's code
     line: int | None  # its number
-    why: str  # what a graph would get wrong
+    reason: str  # what a graph would get wrong
     remedy: str  # what to do instead
 
     def __str__(self) -> str:
@@ -45,7 +45,7 @@ class Finding:
         lines = [f"{where}{self.kind}: {self.operator}"]
         if source:
             lines.append(f"    {source}")
-        return "\n".join([*lines, f"  why: {self.why}", f"  instead: {self.remedy}"])
+        return "\n".join([*lines, f"  why: {self.reason}", f"  instead: {self.remedy}"])
 
 
 def check(
@@ -73,7 +73,7 @@ def check(
 
     def collect(error: CaptureError) -> None:
         # one finding per kind and line: a method and the operators that it calls are one
-        finding = Finding(error.kind, error.operator, error.file, error.line, error.why, error.remedy)
+        finding = Finding(error.kind, error.operator, error.file, error.line, error.reason, error.remedy)
         findings.setdefault((error.kind, error.file, error.line), finding)
 
     traces, lost = [], []

@@ -251,7 +251,7 @@ class StepObserver(TorchDispatchMode):
             key = storage_key(tensor)
             if key is None and any(tensor is each for _, each, *_ in inputs):
                 continue  # written in place
-            if key is None or not self._is_known(key):
+            if key is None or not self._is_tracked(key):
                 if can_be_moved(tensor):
                     new.append(tensor)
                     continue
@@ -267,7 +267,7 @@ class StepObserver(TorchDispatchMode):
             storage = tensor.untyped_storage()
             self.created[storage._cdata] = StorageWeakRef(storage)
 
-    def _is_known(self, key: int) -> bool:
+    def _is_tracked(self, key: int) -> bool:
         return key in self.created or key in self._slots or key in self._constants or key in self.literals
 
     def on_new_tensors(self, schema: Schema, tensors: Sequence[Tensor]) -> None:
@@ -302,8 +302,8 @@ class StepObserver(TorchDispatchMode):
         for index, name, is_written in schema.tensors:
             value = values[index]
             if isinstance(value, Tensor):
-                known = slots.get(id(value)) or (None if is_written else constants.get(id(value)))
-                key = self._checked(schema, value, is_written) if known is None else known.key
+                info = slots.get(id(value)) or (None if is_written else constants.get(id(value)))
+                key = self._checked(schema, value, is_written) if info is None else info.key
                 inputs.append((name, value, is_written, key))
             elif value is not None:
                 inputs += ((name, t, is_written, self._checked(schema, t, is_written)) for t in tensors_of(value))

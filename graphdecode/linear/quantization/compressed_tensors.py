@@ -2,7 +2,7 @@
 
 A module NAME has `NAME.weight_scale`, and either `NAME.weight`, int8 or float8, or `NAME.weight_packed` with
 `NAME.weight_shape`: unsigned integers in int32, low bits first. Zero points, if any, are int8, or packed likewise along
-the rows. Modules of the ignore list have a plain weight.
+the rows. Modules of the ignore list have an unquantized weight.
 """
 
 from __future__ import annotations
@@ -84,10 +84,10 @@ class GroupQuantization(OnlineQuantization):
         fitting = [size for size in _GROUP_SIZES if divisor % size == 0]
         size = group_size if group_size is not None else fitting[0] if fitting else 0
         if size < 16 or size % 16 or divisor % size:
-            asked = "" if group_size is None else f"of {group_size} "
+            stated = "" if group_size is None else f"of {group_size} "
             can = f"; those of {', '.join(map(str, fitting))} are" if fitting else ""
             raise ArgumentError(
-                f"groups {asked}are not available with quantize={self.name!r}: they must be a multiple of 16, and "
+                f"groups {stated}are not available with quantize={self.name!r}: they must be a multiple of 16, and "
                 f"divide all weights' columns, and so {divisor}{can}"
             )
         return replace(self, group_size=size)
@@ -191,7 +191,7 @@ class CompressedTensors(QuantizationFormat):
             stored_rows = -(-rows * scheme.bits // 32) if is_packed else rows
             require(tensors, zeros, (stored_rows, -(-columns // scheme.group_size)), ("I32",) if is_packed else ("I8",))
         name = {"integer": f"INT{scheme.bits}", "e4m3": "FP8", "e2m1": "MXFP4"}[scheme.code]
-        names = {part: own for part in _PARTS if (own := f"{module}.{part}") in tensors}
+        names = {part: tensor_name for part in _PARTS if (tensor_name := f"{module}.{part}") in tensors}
         return PackedTensor(Stored((rows, columns), name), names, partial(_groups, module, scheme, (rows, columns)))
 
     def _schemes_of(self, module: str, codes: Stored, shape: tuple[int, int]) -> list[_Scheme]:
@@ -236,8 +236,8 @@ def _check_cache(scheme: Any) -> None:
         return
     if not isinstance(scheme, dict):
         raise UnsupportedModelError(f"quantization_config: kv_cache_scheme must be an object, got {shown(scheme)}")
-    known = {"num_bits": (8,), "type": ("float",), "strategy": ("tensor", "attn_head"), "symmetric": (True,)}
-    for name, values in known.items():
+    supported = {"num_bits": (8,), "type": ("float",), "strategy": ("tensor", "attn_head"), "symmetric": (True,)}
+    for name, values in supported.items():
         one_of(scheme, name, values, values[0], of="kv_cache_scheme")
 
 

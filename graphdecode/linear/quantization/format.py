@@ -55,7 +55,7 @@ class PackedTensor:
 
 
 class OnlineQuantization(ABC):
-    """How `quantize=NAME` rounds plain weights when a model is loaded, or copied."""
+    """How `quantize=NAME` rounds unquantized weights when a model is loaded, or copied."""
 
     name: str  # value of `quantize`
     file_format: ClassVar[str | None] = None  # "safetensors" or "gguf"; None: copies are not written
@@ -86,7 +86,7 @@ class OnlineQuantization(ABC):
         raise NotImplementedError(f"{self.name} is not written")
 
     def written_config(self, ignored: list[str]) -> dict[str, Any]:
-        """Return the `quantization_config` of a checkpoint folder; `ignored`: modules with plain weights."""
+        """Return the `quantization_config` of a checkpoint folder; `ignored`: modules with unquantized weights."""
         raise NotImplementedError(f"{self.name} is not written")
 
 
@@ -95,7 +95,7 @@ class QuantizationFormat:
 
     name: ClassVar[str]  # `quant_method` of config.json
     weight_types: ClassVar[tuple[WeightType, ...]] = ()  # of its weights
-    online: ClassVar[tuple[OnlineQuantization, ...]] = ()  # values of `quantize` that round plain weights to it
+    online: ClassVar[tuple[OnlineQuantization, ...]] = ()  # values of `quantize` that round unquantized weights to it
     is_integer: bool = False  # weights are integers: a CPU then computes in float16
     unused_suffixes: ClassVar[tuple[str, ...]] = ()  # suffixes of unused tensors for quantized activations
 

@@ -22,7 +22,7 @@ from graphdecode.kernels.linear.quantized_linear import Numbers, QuantizedPanels
 from graphdecode.kernels.linear.weight_tiles import WeightTiles, six_bit_words, tiled
 from graphdecode.linear.quantization.format import OnlineQuantization, QuantizationFormat
 from graphdecode.linear.quantization.quantized_weight import QuantizedWeight, WeightType
-from graphdecode.linear.weight_form import PLAIN_DTYPES, Shard
+from graphdecode.linear.weight_form import FLOAT_DTYPES, Shard
 
 _LOW_NIBBLES = 0x0F0F0F0F0F0F0F0F  # in eight bytes
 _NON_LINEAR = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)  # IQ4_NL and IQ4_XS
@@ -63,8 +63,8 @@ def dequantize(stored: np.ndarray, block: BlockType) -> Tensor:
 
     They are float32 for what is stored in blocks, else of the stored type.
     """
-    if block.name in PLAIN_DTYPES:
-        return torch.from_numpy(stored).view(PLAIN_DTYPES[block.name])
+    if block.name in FLOAT_DTYPES:
+        return torch.from_numpy(stored).view(FLOAT_DTYPES[block.name])
     if block.name == "Q1_0":  # scale or -scale by each bit
         blocks = stored.reshape(-1, block.nbytes)
         scales = blocks[:, :2].copy().view(np.float16).astype(np.float32)
@@ -269,9 +269,9 @@ class GgufBlocks(QuantizedWeight):
         if mins is None:
             return tiled(codes, code, scales.factors, group, scales.values, "parts")
         assert mins.factors is not None
-        both = torch.stack((scales.factors, -mins.factors), dim=-1).flatten(1)
+        factors_and_mins = torch.stack((scales.factors, -mins.factors), dim=-1).flatten(1)
         integers = [each.view(torch.uint8).unflatten(1, (-1, 8)) for each in (scales.values, mins.values)]
-        return tiled(codes, code, both, group, six_bit_words(*integers), "six bits")
+        return tiled(codes, code, factors_and_mins, group, six_bit_words(*integers), "six bits")
 
     @property
     def _layout(self) -> _Layout:
@@ -315,8 +315,8 @@ def _q4_k(weight: Tensor) -> Tensor:
     low, high = codes.view(-1, 4, 2, 32).unbind(2)
     sixes = [part.to(torch.uint8) for part in in_six_bits]
     first = [part[:, :4] | part[:, 4:] >> 4 << 6 for part in sixes]
-    rest = sixes[0][:, 4:] & 15 | (sixes[1][:, 4:] & 15) << 4
-    blocks = torch.cat((_bytes(by[0]), _bytes(by[1]), *first, rest, (low | high << 4).flatten(1)), dim=1)
+    last = sixes[0][:, 4:] & 15 | (sixes[1][:, 4:] & 15) << 4
+    blocks = torch.cat((_bytes(by[0]), _bytes(by[1]), *first, last, (low | high << 4).flatten(1)), dim=1)
     return blocks.view(len(weight), -1)
 
 

@@ -26,15 +26,15 @@ class Mxfp4(QuantizationFormat):
 
     def find(self, tensors: Mapping[str, Stored], read: Read) -> Iterator[tuple[str, PackedTensor]]:
         for name, blocks in tensors.items():
-            plain = name.removesuffix(_BLOCKS)
-            scales = tensors.get(f"{plain}{_SCALES}")
-            if plain == name or scales is None or {blocks.dtype, scales.dtype} != {"U8"}:
+            weight_name = name.removesuffix(_BLOCKS)
+            scales = tensors.get(f"{weight_name}{_SCALES}")
+            if weight_name == name or scales is None or {blocks.dtype, scales.dtype} != {"U8"}:
                 continue
             if len(scales.shape) == 3 and blocks.shape == (*scales.shape, _BYTES):
                 experts, rows, groups = scales.shape
                 stored = Stored((experts, groups * 2 * _BYTES, rows), MXFP4.name)
-                tensor_names = {"blocks": name, "scales": f"{plain}{_SCALES}"}
-                yield plain, PackedTensor(stored, tensor_names, _mxfp4_groups, is_stack=True)
+                tensor_names = {"blocks": name, "scales": f"{weight_name}{_SCALES}"}
+                yield weight_name, PackedTensor(stored, tensor_names, _mxfp4_groups, is_stack=True)
 
 
 def _mxfp4_groups(*, blocks: Tensor, scales: Tensor) -> Groups:

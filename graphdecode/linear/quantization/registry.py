@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from graphdecode.errors import UnsupportedModelError, shown
-from graphdecode.extensions import BRING_YOUR_OWN, EntryPoints, refuse_duplicate
+from graphdecode.extensions import HOW_TO_REGISTER, EntryPoints, refuse_duplicate
 from graphdecode.linear.quantization.awq import Awq
 from graphdecode.linear.quantization.bitsandbytes import BitsAndBytes
 from graphdecode.linear.quantization.compressed_tensors import CompressedTensors
@@ -41,7 +41,7 @@ def _formats() -> list[type[QuantizationFormat]]:
 
 
 def format_of(settings: Mapping[str, Any]) -> QuantizationFormat | None:
-    """Return the format of a checkpoint's weights, given its config.json; None: they are plain."""
+    """Return the format of a checkpoint's weights, given its config.json; None: they are unquantized."""
     described = next((settings[field] for field in CONFIGURATIONS if settings.get(field)), None)
     if not described:
         return None
@@ -51,22 +51,22 @@ def format_of(settings: Mapping[str, Any]) -> QuantizationFormat | None:
     if chosen is None or not isinstance(described, dict):
         raise UnsupportedModelError(
             f"quantization_config ({shown(name, plain=True)}) is not supported; supported are {', '.join(formats)}, "
-            f"and plain weights; a format {BRING_YOUR_OWN}"
+            f"and unquantized weights; a format {HOW_TO_REGISTER}"
         )
     return chosen(described)
 
 
 def weight_type(dtype: str) -> WeightType | None:
-    """Return the weight type that `Stored.dtype` names; None: weights are plain, or of an unknown type."""
+    """Return the weight type that `Stored.dtype` names; None: weights are unquantized, or of an unknown type."""
     return next((each for format in _formats() for each in format.weight_types if each.name == dtype), None)
 
 
 def has_kernels(dtype: str, device: str) -> bool:
-    """Whether weights of a type stay quantized on a kind of device; None of it is known of plain ones."""
-    known = weight_type(dtype)
-    return known is not None and device in known.devices
+    """Whether weights of a type stay quantized on a kind of device; None of it is known of unquantized ones."""
+    entry = weight_type(dtype)
+    return entry is not None and device in entry.devices
 
 
 def online_quantizations() -> dict[str, OnlineQuantization]:
-    """Return how plain weights are rounded on load, by the value of `quantize`."""
+    """Return how unquantized weights are rounded on load, by the value of `quantize`."""
     return {each.name: each for format in _formats() for each in format.online}

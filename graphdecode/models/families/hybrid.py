@@ -86,8 +86,8 @@ def renamed(weight_map: WeightMap, layer: str, names: Mapping[str, str]) -> Weig
 
     def other(part: Part) -> Part:
         module = part.name.removeprefix(layer)
-        known = next((known for known in names if module.startswith(f"{known}.")), None)
-        return part if known is None else part._replace(name=layer + names[known] + module.removeprefix(known))
+        prefix = next((prefix for prefix in names if module.startswith(f"{prefix}.")), None)
+        return part if prefix is None else part._replace(name=layer + names[prefix] + module.removeprefix(prefix))
 
     return {param_name: tuple(map(other, parts)) for param_name, parts in weight_map.items()}
 

@@ -96,12 +96,12 @@ class Qwen35(Hybrid):
         return super().layer_weights(config, at, name) | qkv
 
     def attention(self, config: ModelConfig, weights: Weights, index: int) -> GatedAttention:
-        plain = super().attention(config, weights, index)
+        ungated = super().attention(config, weights, index)
         heads, dim, device = config.num_attention_heads, config.head_dim, weights.device
-        columns = torch.arange(plain.qkv.out_features, device=device)
+        columns = torch.arange(ungated.qkv.out_features, device=device)
         queries, gates = columns[: 2 * heads * dim].view(heads, 2, dim).unbind(1)
         order = torch.cat((queries.flatten(), columns[2 * heads * dim :]))
-        return GatedAttention(**vars(plain), qkv_order=order, gate_order=gates.flatten())
+        return GatedAttention(**vars(ungated), qkv_order=order, gate_order=gates.flatten())
 
     def mixer_weights(self, config: ModelConfig, at: str, name: str) -> WeightMap:
         sizes, prefix, hidden = config.mixer, f"{name}linear_attn.", config.hidden_size

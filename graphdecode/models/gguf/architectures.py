@@ -144,10 +144,10 @@ class Architecture:
             layer, _, part = module.removeprefix("blk.").partition(".")
             if module.startswith("blk.") and not part:  # without an ending
                 part, kind = kind, ""
-            known = f"{part}.{kind}" if f"{part}.{kind}" in self.layer else part
-            if name.startswith("blk.") and layer.isdecimal() and known in self.layer:
-                whole = f"{layers}.{layer}.{self.layer[known]}"
-                if known in _WITHOUT_ENDING and known != part:
+            key = f"{part}.{kind}" if f"{part}.{kind}" in self.layer else part
+            if name.startswith("blk.") and layer.isdecimal() and key in self.layer:
+                whole = f"{layers}.{layer}.{self.layer[key]}"
+                if key in _WITHOUT_ENDING and key != part:
                     yield whole, TensorView(tensor, tensor.shape)
                 else:
                     yield from self._of_layer(metadata, tensor, (part, kind), whole)

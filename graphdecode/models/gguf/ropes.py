@@ -121,8 +121,8 @@ def llama3_factors(rope: RopeConfig, head_dim: int) -> np.ndarray:
         raise UnsupportedModelError(
             f"a GGUF file cannot express that Llama 3.1's rope has other numbers than {_LLAMA3}"
         )
-    plain = inverse_frequencies(RopeConfig(theta=rope.theta), head_dim)
-    return (plain / inverse_frequencies(rope, head_dim)).numpy()
+    unscaled = inverse_frequencies(RopeConfig(theta=rope.theta), head_dim)
+    return (unscaled / inverse_frequencies(rope, head_dim)).numpy()
 
 
 def _values(tensor: GgufTensor) -> np.ndarray:

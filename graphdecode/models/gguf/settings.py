@@ -173,14 +173,14 @@ def llama4_settings(metadata: Metadata) -> Settings:
     A window of 0 means neither chunks nor temperatures, and positions in all layers.
     """
     layers = metadata.num_layers
-    plain: Settings = {
+    full_attention: Settings = {
         "attention_chunk_size": None,
         "attn_temperature_tuning": False,
         "layer_types": ["full_attention"] * layers,
         "no_rope_layers": [1] * layers,
     }
-    is_plain = metadata.has("attention.sliding_window") and metadata.number("attention.sliding_window") == 0
-    return (plain if is_plain else {}) | {"use_qk_norm": metadata.count("expert_count") != _MAVERICK_EXPERTS}
+    is_full = metadata.has("attention.sliding_window") and metadata.number("attention.sliding_window") == 0
+    return (full_attention if is_full else {}) | {"use_qk_norm": metadata.count("expert_count") != _MAVERICK_EXPERTS}
 
 
 def deepseek_settings(metadata: Metadata) -> Settings:

@@ -199,15 +199,15 @@ def stop_token_ids(fields: Mapping[str, Any]) -> list[int]:
     default = _default_ids(fields)
     named = [fields.get(f"{_PREFIX}{name}_token_id", default.get(name)) for name in ("eos", "eot", "eom")]
     tokens, kinds = fields.get(f"{_PREFIX}tokens"), fields.get(f"{_PREFIX}token_type")
-    known = {}
+    ends = {}
     if isinstance(tokens, list) and isinstance(kinds, np.ndarray | None):  # else `_Vocabulary` reports it
-        known = {token: index for index, token in enumerate(tokens) if token in _ENDS}
+        ends = {token: index for index, token in enumerate(tokens) if token in _ENDS}
         if kinds is not None:
             likely = np.flatnonzero(np.isin(kinds, (_NORMAL, _CONTROL))).tolist()
-            known = {token: index for token, index in known.items() if index in likely}
-    if known.keys() >= _HARMONY:
-        known.pop("<|end|>", None)
-    return sorted({token for token in (*named, *known.values()) if isinstance(token, int)})
+            ends = {token: index for token, index in ends.items() if index in likely}
+    if ends.keys() >= _HARMONY:
+        ends.pop("<|end|>", None)
+    return sorted({token for token in (*named, *ends.values()) if isinstance(token, int)})
 
 
 def _finished(vocabulary: _Vocabulary, tokenizer: Any, *, adds_bos: bool) -> GgufTokenizer:
@@ -365,9 +365,9 @@ def _pre_tokenizer_name(tokenizer: Any, described: dict[str, Any], ignores_merge
     backend = tokenizer.backend_tokenizer
     composes = "NFC" in json.dumps(described.get("normalizer"))
     expected = [backend.pre_tokenizer.pre_tokenize_str(probe) for probe in _PROBES]
-    for name, known in PRE_TOKENIZERS.items():
-        if known.nfc == composes and known.ignores_merges == ignores_merges:
-            splitter = _splitter(known)
+    for name, each in PRE_TOKENIZERS.items():
+        if each.nfc == composes and each.ignores_merges == ignores_merges:
+            splitter = _splitter(each)
             if [splitter.pre_tokenize_str(probe) for probe in _PROBES] == expected:
                 return name
     raise ModelSourceError(f"the tokenizer cuts texts in a way that GGUF has no name for; {_INSTEAD}")

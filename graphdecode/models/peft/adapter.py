@@ -36,7 +36,7 @@ _MATCHING_S = 1.0  # seconds that all expressions of an adapter may take: some t
 
 def read_peft(
     folder: Path,
-    known: Container[str],
+    weight_names: Container[str],
     stacks: Mapping[str, Stack],
     bases: Mapping[str, Tensor],
     holding_weights: HoldingWeights,
@@ -45,7 +45,7 @@ def read_peft(
 
     Args:
         folder: as PEFT saves it.
-        known: names of weights; of others nothing is checked.
+        weight_names: names of weights; of others nothing is checked.
         stacks: of experts, by name, in the order of their module.
         bases: by module, plain weights of which the file may have a copy, which must be the same.
         holding_weights: returns a context in which these are in memory and do not change.
@@ -58,13 +58,13 @@ def read_peft(
         raise AdapterError(f"{folder / ADAPTER_FILE}: target_parameters is {shown(targets)}, and no list of names")
     for wrapper, pair in matrices.items():
         weight, text = _weight_of(wrapper, targets, stacks), None
-        if weight not in known:
+        if weight not in weight_names:
             weight, text = _weight_of(_of_text(wrapper), targets, stacks), _TEXT.search(wrapper)
         module, version = weight.removesuffix(".weight"), settings.get("peft_version")
         low_rank = stacks[weight].oriented(pair, version) if weight in stacks else pair
         if low_rank is None:
             raise AdapterError(f"{folder}: {module} is of square weights, and PEFT {shown(version)} may transpose them")
-        if weight not in known:
+        if weight not in weight_names:
             yield weight, low_rank
             continue
         rank, name = low_rank.rank, weight if _is_target(weight, targets) else module  # what PEFT matches

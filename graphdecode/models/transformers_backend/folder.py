@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from graphdecode.errors import ArgumentError, shown
-from graphdecode.extensions import BRING_YOUR_OWN
+from graphdecode.extensions import HOW_TO_REGISTER
 from graphdecode.linear.lora import AdapterSpan
 from graphdecode.linear.weight_form import FormOptions, TensorSource
 from graphdecode.models.adapters import AdapterSlots
@@ -138,7 +138,7 @@ class AdoptedFolder:
             if "auto_map" in read_json(self._file) and not self._options["trust_remote_code"]:
                 reason = "it comes with Python code of its own, which is run with trust_remote_code=True alone"
             raise UnsupportedModelError(
-                f"{self._file}: transformers cannot read it either: {reason}; a family {BRING_YOUR_OWN}"
+                f"{self._file}: transformers cannot read it either: {reason}; a family {HOW_TO_REGISTER}"
             ) from error
 
     def _module_without_weights(self, settings: Any) -> Any:
@@ -176,7 +176,7 @@ class AdoptedFolder:
             reason = f"of its kind {actual} is what generates text, and architectures must name that where it is meant"
             reason = _other_inputs(settings) or reason
             raise UnsupportedModelError(
-                f"{stated} is not supported: {reason}. Families are there for {families}; a family {BRING_YOUR_OWN}"
+                f"{stated} is not supported: {reason}. Families are there for {families}; a family {HOW_TO_REGISTER}"
             )
 
 

@@ -70,7 +70,7 @@ def replace_linears(
     """
     head = model.get_output_embeddings()
     paths = [path for path, module in model.named_modules() if weight_of(module) is not None]
-    paths = [path for path in paths if path not in config.plain_linears]
+    paths = [path for path in paths if path not in config.unreplaced_linears]
     forms = []
     for path in paths:  # by path: a list of modules would hold all weights until the end
         above, _, name = path.rpartition(".")

@@ -90,9 +90,9 @@ def _visible(mask_function: MaskFunction, longest: int) -> Visible:
             return visible
     query, key = (int(positions[at]) for at in (actual != expected).nonzero()[0])
     verb = "does not see" if expected[positions == query, positions == key] else "sees"
-    known = f"a window or chunks of {size} tokens" if size else "causal order"
+    supported = f"a window or chunks of {size} tokens" if size else "causal order"
     raise UnsupportedModelError(
-        f"attention has neither causal order nor windows nor chunks: beside {known}, position "
+        f"attention has neither causal order nor windows nor chunks: beside {supported}, position "
         f"{query} {verb} position {key}"
     )
 

@@ -42,7 +42,7 @@ class AdoptedConfig(ModelShape):
     num_parameters: int
     adapted_features: int  # inputs and outputs of the products that adapters can change
     mixers: tuple[str, ...] = ()  # paths of the parts with recurrent states
-    plain_linears: frozenset[str] = frozenset()  # paths of linear layers whose weights the module reads by itself
+    unreplaced_linears: frozenset[str] = frozenset()  # paths of linear layers whose weights the module reads by itself
 
     def check_heads(self, shape: "AttentionShape") -> None:
         """Refuse a layer whose attention does not fit the cache; values of fewer channels than keys are padded."""
@@ -202,8 +202,8 @@ class ModuleDecoder(Model):
     def read_bytes(self, rows: int | None) -> int:
         """Return the bytes of weights that a step reads: all but embedding tables."""
         tables = {id(each.weight) for each in self.module.modules() if isinstance(each, nn.Embedding)}
-        plain = sum(each.nbytes for each in self.module.parameters() if id(each) not in tables)
-        return plain + sum(form.nbytes for _, form in self._forms)
+        unquantized = sum(each.nbytes for each in self.module.parameters() if id(each) not in tables)
+        return unquantized + sum(form.nbytes for _, form in self._forms)
 
     def decode(self, batch: DecodeInputs, caches: Sequence[LayerState], attention: PagedDecodeAttention) -> Tensor:
         """Run one decode step and return the logits [b, vocab]; see `Model.decode`."""

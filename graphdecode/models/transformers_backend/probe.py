@@ -159,7 +159,7 @@ def _config_of(
         adapted_features=sum(map(sum, adapted)),
         recurrent=() if states is None else tuple(_recurrent(states.shapes.get(i), i in attended) for i in layers),
         mixers=mixers,
-        plain_linears=frozenset() if states is None else frozenset(weights.keys() - states.called),
+        unreplaced_linears=frozenset() if states is None else frozenset(weights.keys() - states.called),
     )
     for each in attended.values():
         config.check_heads(each.shape)

@@ -346,9 +346,9 @@ class BatchDecodeWithPagedKVCacheWrapper:
             problem = replace(problem, q_len=q_len_per_req)
         k_cache, v_cache = paged_caches(paged_kv_cache, self._layout)
         problem.check_tensors(q, k_cache, self._device)
-        rows, rest = divmod(q.shape[0], problem.q_len)
+        rows, remainder = divmod(q.shape[0], problem.q_len)
         most = self._rows_of(self._rows)
-        if rest or not self._rows <= rows <= most:
+        if remainder or not self._rows <= rows <= most:
             allowed = f"{self._rows}" if most == self._rows else f"{self._rows}..{most}"
             raise ValueError(
                 f"q must have q_len_per_req={problem.q_len} queries for each of {allowed} rows, got {len(q)}"

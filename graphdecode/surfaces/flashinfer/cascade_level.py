@@ -193,9 +193,9 @@ def attend_together(
 def shared_wave_items(problem: DecodeProblem, device: torch.device, queries: int) -> int:
     """Return in how many work items a row is split that all queries see; see `wave_items_for`."""
     group = problem.num_qo_heads // problem.num_kv_heads
-    at_once = min(queries, -(-_TILE_QUERIES // group))
-    joined = replace(problem, num_qo_heads=at_once * problem.num_qo_heads)
-    return max(joined.wave_items(device, problem.head_dim) // -(-queries // at_once), 1)
+    tile_queries = min(queries, -(-_TILE_QUERIES // group))
+    joined = replace(problem, num_qo_heads=tile_queries * problem.num_qo_heads)
+    return max(joined.wave_items(device, problem.head_dim) // -(-queries // tile_queries), 1)
 
 
 def _wave_items(problem: DecodeProblem, device: torch.device, queries: int, *, is_shared: bool) -> int:

@@ -39,10 +39,10 @@ def planned_dtypes(
 ) -> tuple[torch.dtype, torch.dtype]:
     """Return the dtypes of queries, and of keys and values; see `plan` for the arguments."""
     if data_type is not None:
-        both = _dtype_of("data_type", data_type)
-        kv_data_type = kv_data_type or both
-        if q_data_type is None or (q_data_type is Q_DTYPE_LEFT_OUT and both not in FP8_DTYPES):
-            q_data_type = both
+        shared_dtype = _dtype_of("data_type", data_type)
+        kv_data_type = kv_data_type or shared_dtype
+        if q_data_type is None or (q_data_type is Q_DTYPE_LEFT_OUT and shared_dtype not in FP8_DTYPES):
+            q_data_type = shared_dtype
     q_dtype = _dtype_of("q_data_type", q_data_type or "float16")
     return q_dtype, _dtype_of("kv_data_type", kv_data_type or q_dtype)
 

@@ -86,8 +86,8 @@ class PageLists(NamedTuple):
     @property
     def numbers_on_host(self) -> PageLists | None:
         """A copy of these if page numbers can be read without waiting for a device."""
-        is_known = self.table.is_cpu and self.is_on_host
-        return self.on(self.table.device, non_blocking=False) if is_known else None
+        are_readable = self.table.is_cpu and self.is_on_host
+        return self.on(self.table.device, non_blocking=False) if are_readable else None
 
     def check_fit(self, buffers: PageLists) -> None:
         """Raise a ValueError if these do not fit into buffers of fixed addresses."""

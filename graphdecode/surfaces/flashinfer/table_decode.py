@@ -144,8 +144,8 @@ def _attend(
         sm_scale=1.0 if isinstance(first_scale, Tensor) else first_scale, page_size=page_size, q_len=q_len,
     )  # fmt: skip
     problem.check_tensors(query, k_cache, device)
-    rows, rest = divmod(tokens, q_len)
-    if rest or not rows:
+    rows, remainder = divmod(tokens, q_len)
+    if remainder or not rows:
         raise ValueError(f"query must have q_len_per_req={q_len} queries for each row, got {tokens}")
     require_tensors(device, block_tables=block_tables, seq_lens=seq_lens)
     require_fit("block_tables", block_tables, (rows, "pages"), torch.int32)

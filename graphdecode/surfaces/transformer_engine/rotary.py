@@ -52,8 +52,8 @@ class RotaryPositionEmbedding(nn.Module):
         if trained is not None and factor is not None:
             positions = positions / (max_seq_len / trained if max_seq_len > trained * factor else factor)
         angles = torch.outer(positions, self.inv_freq)  # [max_seq_len, dim / 2]
-        both = angles.repeat_interleave(2, -1) if self.interleaved else torch.cat((angles, angles), -1)
-        return both[:, None, None]
+        freqs = angles.repeat_interleave(2, -1) if self.interleaved else torch.cat((angles, angles), -1)
+        return freqs[:, None, None]
 
 
 def apply_rotary_pos_emb(
@@ -90,13 +90,13 @@ def apply_rotary_pos_emb(
         raise ValueError(f"freqs must be [s, 1, 1, d2] with an even d2 <= {t.shape[-1]}, got {tuple(freqs.shape)}")
     positions = _positions(t, tensor_format, start_positions, cu_seqlens).clamp(max=freqs.shape[0] - 1)
     angles = freqs[:, 0].float()[positions]  # [..., 1, d2]
-    rotated, rest = t[..., : freqs.shape[-1]].float(), t[..., freqs.shape[-1] :]
+    rotated, t_pass = t[..., : freqs.shape[-1]].float(), t[..., freqs.shape[-1] :]
     if interleaved:
         rotated_half = torch.stack((-rotated[..., 1::2], rotated[..., ::2]), -1).flatten(-2)
     else:
         low, high = rotated.chunk(2, -1)
         rotated_half = torch.cat((-high, low), -1)
-    return torch.cat(((rotated * angles.cos() + rotated_half * angles.sin()).to(t.dtype), rest), -1)
+    return torch.cat(((rotated * angles.cos() + rotated_half * angles.sin()).to(t.dtype), t_pass), -1)
 
 
 def _positions(t: Tensor, tensor_format: str, starts: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:

@@ -1,4 +1,4 @@
-"""Forms of plain weights: row-major, in panels, or packed by oneDNN.
+"""Forms of unquantized weights: row-major, in panels, or packed by oneDNN.
 
 Row-major weights are multiplied by torch on a CPU; on a GPU by cuBLAS, or by `small_linear` if measured faster. One
 configuration of `small_linear` for any number of rows is batch-invariant. Panels are for compiled CPU kernels, oneDNN's
@@ -30,7 +30,7 @@ from graphdecode.linear.weight_form import FormOptions, FusedProduct, GatedProdu
 
 
 @dataclass(frozen=True)
-class Plain(WeightForm):
+class UnquantizedLinear(WeightForm):
     """A row-major weight."""
 
     path = "plain"
@@ -39,7 +39,7 @@ class Plain(WeightForm):
     config: SmallLinearConfig | None = None  # batch-invariant: for any number of rows
 
     @classmethod
-    def of(cls, weight: Tensor, bias: Tensor | None, options: FormOptions) -> Plain:
+    def of(cls, weight: Tensor, bias: Tensor | None, options: FormOptions) -> UnquantizedLinear:
         """Return the weight, on a GPU with its batch-invariant or measured configurations."""
         if not weight.is_cuda:
             return cls(weight.shape, bias, weight)
