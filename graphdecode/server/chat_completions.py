@@ -9,11 +9,12 @@ from typing import Any
 from graphdecode.errors import ArgumentError
 from graphdecode.server import protocol
 from graphdecode.server.admission import Admission
+from graphdecode.server.choices import ChoicesReply
 from graphdecode.server.http import HttpError
 from graphdecode.server.logprobs import chat_logprobs
 from graphdecode.server.preprocessing import Preprocessor
 from graphdecode.server.protocol import ChatCompletion, Tokenize
-from graphdecode.server.reply import Cursor, Delta, Prepared, Reply
+from graphdecode.server.reply import Cursor, Delta, Prepared
 from graphdecode.server.service import Service
 from graphdecode.server.structured_outputs import StructuredOutput, structured_output_of, structured_output_of_calls
 from graphdecode.server.tool_calls import BARE_JSON, ToolCallReader, ToolFormat, format_of
@@ -22,10 +23,10 @@ from graphdecode.text.chat import RenderedChat, render_chat
 from graphdecode.text.input_processor import ParentRequest
 
 
-class ChatReply(Reply):
+class ChatReply(ChoicesReply):
     """The response to a request for a chat completion."""
 
-    prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
+    prefix, kind, chunk_kind = "chatcmpl-", "chat.completion", "chat.completion.chunk"
     body_fields: ChatCompletion
 
     def __init__(
@@ -37,7 +38,7 @@ class ChatReply(Reply):
         self._call_counts = [0] * len(self.cursors)
 
     def choice(self, cursor: Cursor, delta: Delta, *, whole: bool = False) -> dict[str, Any] | None:
-        """See `Reply.choice`."""
+        """See `ChoicesReply.choice`."""
         body, logprobs = self.body_fields, None
         message, reason = self._message(cursor, delta.text, delta.finish_reason)
         if self._echoed and delta.is_first:
@@ -63,7 +64,7 @@ class ChatReply(Reply):
         return choice
 
     def about_prompt(self, *, whole: bool) -> dict[str, Any]:
-        """See `Reply.about_prompt`."""
+        """See `ChoicesReply.about_prompt`."""
         body, prompt = self.body_fields, self.parents[0].output
         tokens = {"prompt_token_ids": prompt.prompt_token_ids if body.return_token_ids else None}
         if not whole:

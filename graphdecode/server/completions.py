@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from graphdecode.server import protocol
+from graphdecode.server.choices import ChoicesReply
 from graphdecode.server.http import HttpError
 from graphdecode.server.logprobs import completion_logprobs, offsets_in_prompt
 from graphdecode.server.preprocessing import Preprocessor
 from graphdecode.server.protocol import Completion
-from graphdecode.server.reply import Cursor, Delta, Prepared, Reply
+from graphdecode.server.reply import Cursor, Delta, Prepared
 from graphdecode.server.structured_outputs import structured_output_of
 from graphdecode.text.arguments import as_prompt
 from graphdecode.text.outputs import Logprob
@@ -18,14 +19,14 @@ from graphdecode.text.token_texts import text_of_tokens
 _DEFAULT_MAX_TOKENS = 16  # OpenAI's; null is as many as fit, as vLLM's
 
 
-class CompletionReply(Reply):
+class CompletionReply(ChoicesReply):
     """The response to a request for completions."""
 
-    prefix, kind, chunk_kind = "cmpl", "text_completion", "text_completion"
+    prefix, kind, chunk_kind = "cmpl-", "text_completion", "text_completion"
     body_fields: Completion
 
     def choice(self, cursor: Cursor, delta: Delta, *, whole: bool = False) -> dict[str, Any] | None:
-        """See `Reply.choice`."""
+        """See `ChoicesReply.choice`."""
         body, prompt = self.body_fields, cursor.parent.output
         text, tokens = delta.text, delta.token_ids
         scored: list[dict[int, Logprob] | None] = [*(delta.logprobs or ())]

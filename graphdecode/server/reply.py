@@ -10,7 +10,7 @@ import uuid
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from starlette.datastructures import Headers
 from starlette.responses import Response
@@ -20,22 +20,18 @@ from graphdecode.errors import GraphdecodeError
 from graphdecode.server import protocol
 from graphdecode.server.admission import Admission
 from graphdecode.server.http import (
-    SSE_DONE,
     HttpError,
     as_http_error,
-    as_json,
     error_response,
-    sse_event,
     unless_disconnected,
 )
-from graphdecode.server.protocol import Generation, StreamOptions
+from graphdecode.server.protocol import Generation
 from graphdecode.server.service import Service
 from graphdecode.server.structured_outputs import StructuredOutput
 from graphdecode.server.tool_calls import ToolFormat
 from graphdecode.text.input_processor import ParentRequest, TokenizedPrompt
 from graphdecode.text.outputs import Logprob, RequestState
 
-_LOGPROB_CHUNK = 50  # positions with up to 21 log-probabilities each: some milliseconds
 log = logging.getLogger(__name__)
 _HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -104,8 +100,6 @@ class Reply(Response, ABC):
     """The response to a request, which generates when it is sent."""
 
     prefix: str  # of the response's id
-    kind: str  # `object` of the whole response
-    chunk_kind: str  # `object` of a chunk
 
     def __init__(
         self, service: Service, prepared: Prepared, parents: list[ParentRequest], admission: Admission
@@ -121,44 +115,33 @@ class Reply(Response, ABC):
         self.cursors = [Cursor(index, parent, state) for index, (parent, state) in enumerate(pairs)]
         self.background = None
         self.status_code = 200
-        self._head = {
-            "id": f"{self.prefix}-{body.request_id or uuid.uuid4().hex}",
-            "object": self.chunk_kind if body.stream else self.kind,
-            "created": int(time.time()),
-            "model": body.model or service.model_name,
-        }
+        self.response_id = self.prefix + (body.request_id or uuid.uuid4().hex)
+        self.created = int(time.time())
 
     @abstractmethod
-    def choice(self, cursor: Cursor, delta: Delta, *, whole: bool = False) -> dict[str, Any] | None:
-        """Return the choice of a chunk or of the whole response; None: the chunk would be empty."""
+    async def whole_body(self) -> bytes:
+        """Return the body of the whole response, once its outputs have ended."""
 
-    def about_prompt(self, *, whole: bool) -> dict[str, Any]:
-        """Return the fields beside the choices, of the whole response or of the first chunk of a choice."""
-        return {}
+    async def first_events(self) -> bytes:
+        """Return the events with which a stream begins, before its first token."""
+        return b""
 
-    async def _choice(self, cursor: Cursor, delta: Delta, *, whole: bool = False) -> dict[str, Any] | None:
-        """Return `choice`, which is made in a thread if it has many log-probabilities, so that other tasks run."""
-        of_prompt = cursor.parent.output.prompt_logprobs if delta.is_first else None
-        if len(delta.logprobs or ()) + len(of_prompt or ()) <= _LOGPROB_CHUNK:
-            return self.choice(cursor, delta, whole=whole)
-        return await asyncio.to_thread(self.choice, cursor, delta, whole=whole)
+    @abstractmethod
+    async def new_events(self) -> bytes:
+        """Return the events of what the outputs have grown by; empty: nothing worth an event."""
 
-    def usage(self) -> dict[str, Any]:
-        """Return the counts of tokens so far."""
-        prompt = sum(len(parent.output.prompt_token_ids) for parent in self.parents)
-        generated = sum(len(cursor.state.output.token_ids) for cursor in self.cursors)
-        cached = sum(parent.output.metrics.num_cached_tokens for parent in self.parents)
-        return {
-            "prompt_tokens": prompt,
-            "completion_tokens": generated,
-            "total_tokens": prompt + generated,
-            "prompt_tokens_details": {"cached_tokens": cached},
-        }
+    @abstractmethod
+    async def last_events(self) -> bytes:
+        """Return the events with which a stream ends, once its outputs have ended."""
+
+    @abstractmethod
+    def failure_events(self, error: HttpError) -> bytes:
+        """Return the events with which a stream ends that fails."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Generate and send, until the client disconnects."""
         if request_id := Headers(scope=scope).get("x-request-id"):  # takes precedence, as in vLLM
-            self._head["id"] = f"{self.prefix}-{request_id[: protocol.MAX_ID_LENGTH]}"
+            self.response_id = self.prefix + request_id[: protocol.MAX_ID_LENGTH]
         failed: Exception | None = None
         sending = self._stream(send) if self.body_fields.stream else self._whole(scope, receive, send)
         try:
@@ -171,11 +154,11 @@ class Reply(Response, ABC):
             for cursor in self.cursors:
                 prompt, output = cursor.parent.output, cursor.state.output
                 requested = prompt.prompt_token_ids if prompt.prompt is None else prompt.prompt
-                line = (self._head["id"], cursor.index, requested, output.text, output.finish_reason)
+                line = (self.response_id, cursor.index, requested, output.text, output.finish_reason)
                 log.info("%s %d: %r -> %r (%s)", *line)
         if self.service.tracer is not None:
             for parent in self.parents:
-                self.service.tracer.trace(str(self._head["id"]), parent, self.body_fields, Headers(scope=scope))
+                self.service.tracer.trace(self.response_id, parent, self.body_fields, Headers(scope=scope))
         if failed is not None:
             raise failed
 
@@ -205,14 +188,7 @@ class Reply(Response, ABC):
                     pass
         except (GraphdecodeError, TimeoutError) as error:
             raise self._failure(error) from error
-        choices = []
-        for cursor in self.cursors:
-            choice = await self._choice(cursor, cursor.whole(), whole=True)
-            assert choice is not None
-            choices.append(await in_pieces(choice))
-            await asyncio.sleep(0)  # other tasks wait
-        head, tail = as_json(self._head), await in_pieces({"usage": self.usage()} | self.about_prompt(whole=True))
-        return b"".join([head[:-1], b',"choices":[', b",".join(choices), b"],", tail[1:]])
+        return await self.whole_body()
 
     async def _whole(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -226,36 +202,23 @@ class Reply(Response, ABC):
         await response(scope, receive, send)
 
     async def _stream(self, send: Send) -> None:
-        options = self.body_fields.stream_options or StreamOptions()
         await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
         try:
+            await _send_more(send, await self.first_events())
             async with contextlib.aclosing(self._updates()) as updates:
                 async for _ in updates:
-                    now = {"usage": self.usage() if options.continuous_usage_stats else None}
-                    events = []
-                    for cursor in self.cursors:
-                        if (delta := cursor.take()) is None or (choice := await self._choice(cursor, delta)) is None:
-                            continue
-                        chunk = self._head | {"choices": [choice]} | (now if options.include_usage else {})
-                        if not delta.is_first:
-                            events.append(sse_event(chunk))
-                            continue
-                        chunk |= self.about_prompt(whole=False)
-                        events.append(b"data: " + await in_pieces(chunk) + b"\n\n")  # an echo may be long
-                    if events:
-                        await _send_more(send, b"".join(events))
-            end = self._head | {"choices": [], "usage": self.usage()}
-            await _send_more(send, (sse_event(end) if options.include_usage else b"") + SSE_DONE)
+                    await _send_more(send, await self.new_events())
+            await _send_more(send, await self.last_events())
         except (GraphdecodeError, TimeoutError) as error:
-            await _send_more(send, sse_event(self._failure(error).body) + SSE_DONE)
+            await _send_more(send, self.failure_events(self._failure(error)))
         except asyncio.CancelledError:
             if self.service.draining:
-                await _send_more(send, sse_event(self._cut_off().body) + SSE_DONE)
+                await _send_more(send, self.failure_events(self._cut_off()))
             raise
         await send({"type": "http.response.body", "body": b""})
 
     def _cut_off(self) -> HttpError:
-        log.warning("%s was cut off: drain_timeout_s is over", self._head["id"])
+        log.warning("%s was cut off: drain_timeout_s is over", self.response_id)
         return HttpError(503, "the server is shutting down, and drain_timeout_s is over", code="shutting_down")
 
     def _failure(self, error: Exception) -> HttpError:
@@ -265,21 +228,6 @@ class Reply(Response, ABC):
         return as_http_error(error, frozenset(type(self.body_fields).model_fields))
 
 
-async def in_pieces(data: Any) -> bytes:
-    """Return JSON, letting other tasks run between pieces of its long lists."""
-    if isinstance(data, dict):
-        members = [as_json(str(name)) + b":" + await in_pieces(value) for name, value in data.items()]
-        return b"{" + b",".join(members) + b"}"
-    if not isinstance(data, list):
-        return as_json(data)
-    if len(data) <= _LOGPROB_CHUNK:
-        return b"[" + b",".join([await in_pieces(each) for each in data]) + b"]"
-    pieces = []
-    for first in range(0, len(data), _LOGPROB_CHUNK):
-        pieces.append(as_json(data[first : first + _LOGPROB_CHUNK])[1:-1])
-        await asyncio.sleep(0)
-    return b"[" + b",".join(pieces) + b"]"
-
-
 async def _send_more(send: Send, data: bytes) -> None:
-    await send({"type": "http.response.body", "body": data, "more_body": True})
+    if data:
+        await send({"type": "http.response.body", "body": data, "more_body": True})

@@ -14,8 +14,8 @@ from served import Served, serving
 from graphdecode import LLM, SamplingParams
 from graphdecode.engine import Event, RequestMetrics, TokenLogprobs
 from graphdecode.models import resolve_model_path
+from graphdecode.server.choices import in_pieces
 from graphdecode.server.messages import in_parts
-from graphdecode.server.reply import in_pieces
 from graphdecode.text.outputs import CompletionOutput, RequestOutput, RequestState
 from graphdecode.text.token_texts import TokenTexts
 from graphdecode.text.tokenizer import load_tokenizer
