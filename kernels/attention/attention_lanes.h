@@ -114,7 +114,7 @@ INLINE vec add_factors(vec sums, uvec a, uvec b) {
 
 /* As `features_at`, of the `j`th entry of a block; zeros before `begin`, which nobody sees, and from `count` on. `code` is a
  * constant where this is used. */
-INLINE uvec seen_features(const int64_t code, const void *entries, const int64_t *offsets, int64_t j, int64_t begin,
+INLINE uvec visible_features(const int64_t code, const void *entries, const int64_t *offsets, int64_t j, int64_t begin,
                           int64_t count, int64_t i, int64_t dim) {
     if (j < begin || j >= count || i >= dim) return (uvec){0};
     const uint8_t *codes = (const uint8_t *)entries + offsets[j] + i;
@@ -133,17 +133,17 @@ INLINE void gather(const int64_t code, const struct block_room *room, const void
     for (int64_t j = 0; j < count; j += KEY_ROWS) {
         for (int64_t k = j; k < j + KEY_ROWS; k++)
             for (int64_t i = 0; i < width; i += OF_VECTOR)
-                store_words(room->keys + k * width + i, seen_features(code, keys, offsets, k, begin, count, i, dim));
+                store_words(room->keys + k * width + i, visible_features(code, keys, offsets, k, begin, count, i, dim));
         for (int64_t k = j; k < j + KEY_ROWS; k += OF_VECTOR)
             for (int64_t i = 0; i < width; i += OF_VECTOR) {
                 uvec words[OF_WORD][LANES];
                 for (int64_t n = 0; n < LANES; n++) {
 #if IN_PAIRS
-                    uvec even = seen_features(code, values, offsets, k + 2 * n, begin, count, i, dim);
-                    uvec odd = seen_features(code, values, offsets, k + 2 * n + 1, begin, count, i, dim);
+                    uvec even = visible_features(code, values, offsets, k + 2 * n, begin, count, i, dim);
+                    uvec odd = visible_features(code, values, offsets, k + 2 * n + 1, begin, count, i, dim);
                     words[0][n] = first_pairs(even, odd), words[1][n] = next_pairs(even, odd);
 #else
-                    words[0][n] = seen_features(code, values, offsets, k + n, begin, count, i, dim);
+                    words[0][n] = visible_features(code, values, offsets, k + n, begin, count, i, dim);
 #endif
                 }
                 for (int64_t n = 0; n < OF_WORD; n++)
@@ -187,10 +187,10 @@ INLINE void products(const int accumulate, float *sums, const factor *x, int64_t
 }
 
 /* The logits of a panel of queries, from the `from`th on, with KEY_ROWS keys, or with those of them among the block's first
- * `seen`. */
+ * `visible`. */
 NOINLINE void lane_logits(float *logits, const struct query_lanes *queries, const struct block_room *room, int64_t from,
-                        int64_t part, int64_t seen) {
-    int64_t width = queries->width, rows = least_of(up_to_rows(seen) - part * KEY_ROWS, KEY_ROWS);
+                        int64_t part, int64_t visible) {
+    int64_t width = queries->width, rows = least_of(up_to_rows(visible) - part * KEY_ROWS, KEY_ROWS);
     products(0, logits, room->keys + part * KEY_ROWS * width, width, queries->q + from * width, width, rows,
              queries->count - from);
 }
@@ -209,11 +209,11 @@ static void mask_lanes(float *logits, const struct query_lanes *queries, const s
     struct logits of = queries->logits;
     for (int64_t n = 0; n < KEY_ROWS; n++) {
         int32_t key = (int32_t)(part * KEY_ROWS + n);
-        ivec seen = (ends >= key) & (begins <= key);
+        ivec visible = (ends >= key) & (begins <= key);
         vec v = load_f32(logits + n * QUERY_LANES);
         if (room->key_scales) v *= room->key_scales[key];
         if (are_changed(of)) v = logits_from(v, of);
-        store_f32(logits + n * QUERY_LANES, (vec)((seen & (ivec)v) | (~seen & (ivec)splat(-INFINITY))));
+        store_f32(logits + n * QUERY_LANES, (vec)((visible & (ivec)v) | (~visible & (ivec)splat(-INFINITY))));
     }
 }
 
@@ -386,8 +386,8 @@ NOINLINE int64_t weigh_at_once(const struct query_lanes *queries, const struct b
 }
 #endif
 
-/* How many of `count` keys that begin at `first` are seen by some of a panel of queries. */
-static int64_t seen_keys(const struct query_lanes *queries, int64_t from, int64_t first, int64_t count) {
+/* How many of `count` keys that begin at `first` some of a panel of queries see. */
+static int64_t visible_keys(const struct query_lanes *queries, int64_t from, int64_t first, int64_t count) {
     int64_t highest = queries->position + (least_of(from + QUERY_LANES, queries->count) - 1) / queries->group - first;
     return highest < 0 ? 0 : least_of(highest + 1, count);
 }
@@ -407,14 +407,14 @@ NOINLINE void add_values(const struct query_lanes *queries, const struct block_r
 static void attend_block(const struct query_lanes *queries, const struct block_room *room, int64_t first, int64_t count,
                          struct prefetches *next) {
     int64_t from = 0, step = 0, parts_before = 0, groups = queries->width / KEY_ROWS;
-    while (from < queries->count && !seen_keys(queries, from, first, count)) from += QUERY_LANES; /* all of it comes later */
+    while (from < queries->count && !visible_keys(queries, from, first, count)) from += QUERY_LANES; /* all of it comes later */
     int64_t share = bytes_of(next) / ((queries->count - from) / QUERY_LANES + 1) + 1;
 #ifdef WITH_TILES
     if (IN_PAIRS && has_tiles) {
         factor *before = room->weights;
         if (from < queries->count) lane_logits(room->logits, queries, room, from, 0, KEYS);
         for (; from < queries->count; from += PANEL) {
-            int64_t parts = parts_of_keys(seen_keys(queries, from, first, count));
+            int64_t parts = parts_of_keys(visible_keys(queries, from, first, count));
             factor *weights = room->weights + from / PANEL % 2 * KEYS * PANEL;
             for (int64_t part = 0; part < parts; part++, step++) {
                 float *logits = room->logits + step % 2 * KEY_ROWS * PANEL;
@@ -436,17 +436,17 @@ static void attend_block(const struct query_lanes *queries, const struct block_r
 #endif
     (void)step, (void)parts_before, (void)groups;
     for (; from < queries->count; from += QUERY_LANES) {
-        int64_t seen = seen_keys(queries, from, first, count), parts = parts_of_keys(seen);
+        int64_t visible = visible_keys(queries, from, first, count), parts = parts_of_keys(visible);
         for (int64_t part = 0; part < parts; part++) {
 #if IN_PAIRS && !defined(WITH_SQUARES)
             part = weigh_at_once(queries, room, room->weights, from, part, first, count);
             if (part == parts) break;
 #endif
-            lane_logits(room->logits, queries, room, from, part, seen);
+            lane_logits(room->logits, queries, room, from, part, visible);
             for (int64_t half = 0; half < QUERY_LANES; half += LANES)
                 weigh_part(queries, room, room->weights, room->logits, from, half, part, first, count);
         }
-        add_values(queries, room, room->weights, from, up_to_rows(seen), 0, queries->width);
+        add_values(queries, room, room->weights, from, up_to_rows(visible), 0, queries->width);
         prefetch(next, share);
     }
 }

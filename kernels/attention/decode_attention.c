@@ -53,14 +53,14 @@ static int64_t length_of(const decode_attention_args *a, int64_t row) {
     return least_of(a->kv_lens.data[row], pages * a->k_cache.size[1]);
 }
 
-/* What a row's queries see of its keys. */
-struct seen {
+/* The keys that a row's queries see. */
+struct visible {
     int64_t position, begin, end; /* of the first query; of all of them */
 };
 
-static struct seen seen_of(int64_t length, int64_t q_len, const AttentionOptions *options) {
+static struct visible visible_range(int64_t length, int64_t q_len, const AttentionOptions *options) {
     int64_t position = length - q_len, window = window_at(logits_of(options), position > 0 ? position : 0);
-    return (struct seen){position, window >= 0 && position > window ? position - window : 0, length};
+    return (struct visible){position, window >= 0 && position > window ? position - window : 0, length};
 }
 
 /* Multiply the logits of some queries with the scales of a block's keys. */
@@ -286,7 +286,7 @@ static const element *NAME(joined)(element *room, const decode_attention_args *a
 struct NAME(part) {
     const decode_attention_args *a;
     struct paged entries;
-    struct seen seen;
+    struct visible visible;
     int64_t row, head, last, queries;   /* key heads, and the queries of one */
     int64_t span, first, end, is_split; /* keys, which may be none; whether there are more, in other spans */
     float *sums, *largest, *total;
@@ -310,16 +310,16 @@ static struct prefetches NAME(prefetches_of)(const struct NAME(part) *p, const i
 static void NAME(attend_span)(const struct NAME(part) *p, const struct NAME(part) *after, int is_prefetched, float *at) {
     const decode_attention_args *a = p->a;
     int64_t dim = a->q.size[2], group = a->q.size[1] / a->k_cache.size[2], queries = p->queries;
-    int64_t memory[3][BLOCK], *places = memory[0], *next = memory[1], *in_room = memory[2], heads = p->last - p->head;
+    int64_t memory[3][BLOCK], *entry_offsets = memory[0], *next = memory[1], *in_room = memory[2], heads = p->last - p->head;
     int64_t first = p->first, count = least_of(p->end - first, BLOCK), coming;
-    int64_t code = a->k_cache.code, size = code ? 1 : sizeof(element), unseen = p->seen.begin - first;
+    int64_t code = a->k_cache.code, size = code ? 1 : sizeof(element), first_visible = p->visible.begin - first;
     int64_t width = width_of_query(dim), kv_heads = a->k_cache.size[2];
     struct logits of = logits_of(&a->options);
     factor *q = (factor *)carved(&at, heads * queries * width / OF_WORD);
     float *logits = carved(&at, heads * queries * BLOCK);
     float scales[2][PANEL], *widened = carved(&at, code || IS_IN_PARTS(a) ? BLOCK * dim : 0);
-    locate(places, &p->entries, first, count);
-    struct prefetches ahead = NAME(prefetches_of)(p, places, count);
+    locate(entry_offsets, &p->entries, first, count);
+    struct prefetches ahead = NAME(prefetches_of)(p, entry_offsets, count);
     if (!is_prefetched) prefetch_remaining(&ahead);
     for (int64_t h = 0; h < heads; h++)
         for (int64_t r = 0; r < queries; r++) {
@@ -332,44 +332,48 @@ static void NAME(attend_span)(const struct NAME(part) *p, const struct NAME(part
             }
         }
     for (int64_t j = 0; j < BLOCK; j++) in_room[j] = j * dim;
-    for (; first < p->end; first += BLOCK, count = coming, unseen = 0) {
+    for (; first < p->end; first += BLOCK, count = coming, first_visible = 0) {
         const struct NAME(part) *then = first + BLOCK < p->end || !after ? p : after;
-        int64_t begin = then == p ? first + BLOCK : then->first, *done = places;
+        int64_t begin = then == p ? first + BLOCK : then->first, *done = entry_offsets;
         coming = least_of(then->end - begin, BLOCK);
         locate(next, &then->entries, begin, coming);
         ahead = NAME(prefetches_of)(then, next, coming);
         int64_t padded = (count + LANES - 1) / LANES * LANES;
         int64_t work = 2 * padded * width * ((queries + 3) / 4) + WEIGHT_UNITS * queries * padded;
         ahead.share = LANES * bytes_of(&ahead) / (heads * work) + 1;
-        for (int64_t j = 0; j < unseen; j++) places[j] = places[unseen]; /* what no query sees is not looked at */
-        for (int64_t j = count; j < padded; j++) places[j] = places[count - 1];
+        /* what no query sees is not read */
+        for (int64_t j = 0; j < first_visible; j++) entry_offsets[j] = entry_offsets[first_visible];
+        for (int64_t j = count; j < padded; j++) entry_offsets[j] = entry_offsets[count - 1];
         for (int64_t h = 0; h < heads; h++) {
             float *scores = logits + h * queries * BLOCK;
-            const int64_t *offsets = places;
+            const int64_t *offsets = entry_offsets;
             const void *keys = (const char *)a->k_cache.data + (p->head + h) * dim * size;
             const void *values = VALUES(a) + (p->head + h) * dim * size;
-            if (IS_IN_PARTS(a)) keys = NAME(joined)((element *)widened, a, places, padded), offsets = in_room;
+            if (IS_IN_PARTS(a)) keys = NAME(joined)((element *)widened, a, entry_offsets, padded), offsets = in_room;
             else keys = NAME(entries_of)((element *)widened, code, keys, &offsets, in_room, padded, dim);
             NAME(group_dots)(scores, q + h * queries * width, keys, offsets, queries, count, dim, &ahead);
             if (a->k_scales.data) {
-                read_scales(scales[0], a->k_scales.data, &p->entries, kv_heads, p->head + h, first, unseen, count);
-                read_scales(scales[1], a->v_scales.data, &p->entries, kv_heads, p->head + h, first, unseen, count);
+                read_scales(scales[0], a->k_scales.data, &p->entries, kv_heads, p->head + h, first, first_visible, count);
+                read_scales(scales[1], a->v_scales.data, &p->entries, kv_heads, p->head + h, first, first_visible, count);
                 scale_block(scores, scales[0], queries);
             }
             for (int64_t r = 0; r < queries; r++) {
                 prefetch(&ahead, WEIGHT_UNITS * (padded / LANES) * ahead.share);
-                int64_t at = h * queries + r, position = p->seen.position + r / group - first;
+                int64_t at = h * queries + r, position = p->visible.position + r / group - first;
                 int64_t window = window_at(of, position + first), end = least_of(position + 1, count);
                 softmax_block(scores + r * BLOCK, of, a->k_scales.data ? scales[1] : 0, count,
                               window >= 0 && position > window ? position - window : 0, end, p->sums + at * width,
                               p->largest + at, p->total + at, width);
             }
             if (IS_IN_PARTS(a)) values = keys;
-            else offsets = places, values = NAME(entries_of)((element *)widened, code, values, &offsets, in_room, padded, dim);
+            else {
+                offsets = entry_offsets;
+                values = NAME(entries_of)((element *)widened, code, values, &offsets, in_room, padded, dim);
+            }
             NAME(group_weigh)(p->sums + h * queries * width, (factor *)scores, values, offsets, queries, count, dim, &ahead);
         }
         prefetch_remaining(&ahead);
-        places = next, next = done;
+        entry_offsets = next, next = done;
     }
 #if IN_PAIRS || IS_WIDENED
     for (int64_t i = 0; i < heads * queries * width; i += LOADED) in_order(p->sums + i);
@@ -392,11 +396,11 @@ static void attend_span_in_tiles(const struct NAME(part) *p, struct few_queries 
                                  int is_prefetched, float *at) {
     const decode_attention_args *a = p->a;
     int64_t dim = few->dim, queries = p->queries, kv_heads = a->k_cache.size[2], memory[2][KEYS];
-    int64_t *places = memory[0], *next = memory[1], first = p->first, count = least_of(p->end - first, KEYS), coming;
-    few->position = p->seen.position, few->group = a->q.size[1] / kv_heads;
+    int64_t *entry_offsets = memory[0], *next = memory[1], first = p->first, count = least_of(p->end - first, KEYS), coming;
+    few->position = p->visible.position, few->group = a->q.size[1] / kv_heads;
     few->logits = logits_of(&a->options), few->largest = p->largest, few->total = p->total;
-    locate(places, &p->entries, first, count);
-    struct prefetches ahead = NAME(prefetches_of)(p, places, count);
+    locate(entry_offsets, &p->entries, first, count);
+    struct prefetches ahead = NAME(prefetches_of)(p, entry_offsets, count);
     const char *keys = ahead.keys, *values = ahead.values;
     if (!is_prefetched) prefetch_remaining(&ahead);
     carve_few_queries(few, &at, a->k_scales.data != 0);
@@ -410,19 +414,21 @@ static void attend_span_in_tiles(const struct NAME(part) *p, struct few_queries 
         coming = least_of(then->end - begin, KEYS);
         locate(next, &then->entries, begin, coming);
         ahead = NAME(prefetches_of)(then, next, coming);
-        struct block block = {&p->entries, places, first, p->seen.begin - first, count, a->k_cache.code};
+        struct block block = {&p->entries, entry_offsets, first, p->visible.begin - first, count, a->k_cache.code};
         few->share = share_of(few, count, bytes_of(&ahead));
         block_of_logits(few, &block, keys, &ahead);
         for (int64_t h = 0; h < few->heads; h++) {
             if (few->key_scales) {
-                read_scales(few->key_scales, a->k_scales.data, &p->entries, kv_heads, p->head + h, first, block.unseen, count);
-                read_scales(few->value_scales, a->v_scales.data, &p->entries, kv_heads, p->head + h, first, block.unseen, count);
+                read_scales(few->key_scales, a->k_scales.data, &p->entries, kv_heads, p->head + h, first,
+                            block.first_visible, count);
+                read_scales(few->value_scales, a->v_scales.data, &p->entries, kv_heads, p->head + h, first,
+                            block.first_visible, count);
             }
             attend_to_values(few, &block, values + h * dim * (block.code ? 1 : sizeof(uint16_t)), &ahead, h);
         }
         prefetch_remaining(&ahead);
-        int64_t *done = places;
-        places = next, next = done;
+        int64_t *done = entry_offsets;
+        entry_offsets = next, next = done;
     }
     for (int64_t h = 0; h < few->heads; h++)
         for (int64_t r = 0; r < queries; r++) write_head_sums(p->sums + (h * queries + r) * dim, few, h, r);
@@ -444,12 +450,12 @@ static struct NAME(part) NAME(part_of)(const struct sharing *job, int64_t task) 
     int64_t length = length_of(a, row);
     int64_t entry = IS_IN_PARTS(a) ? 1 : a->k_cache.size[2] * a->k_cache.size[3];
     struct paged entries = {pages_of(a, row), a->k_cache.size[0], a->k_cache.size[1], entry};
-    struct NAME(part) part = {a, entries, seen_of(length, a->q_len, &a->options), row,
+    struct NAME(part) part = {a, entries, visible_range(length, a->q_len, &a->options), row,
                               at * kv_heads / job->parts, (at + 1) * kv_heads / job->parts,
                               a->q_len * (a->q.size[1] / kv_heads), span};
-    part.first = part.seen.begin > span * SPAN ? part.seen.begin / block * block : span * SPAN;
+    part.first = part.visible.begin > span * SPAN ? part.visible.begin / block * block : span * SPAN;
     part.end = least_of((span + 1) * SPAN, length);
-    part.is_split = (length + SPAN - 1) / SPAN - part.seen.begin / SPAN > 1;
+    part.is_split = (length + SPAN - 1) / SPAN - part.visible.begin / SPAN > 1;
     return part;
 }
 
@@ -467,7 +473,7 @@ static void NAME(attend_heads)(const struct sharing *job, struct NAME(part) part
     part.sums = carved(&at, count * width), part.largest = carved(&at, count), part.total = carved(&at, count);
     memset(part.sums, 0, count * width * sizeof(float));
     for (int64_t r = 0; r < count; r++) {
-        int has_sink = a->sinks.data && part.span == part.seen.begin / SPAN;
+        int has_sink = a->sinks.data && part.span == part.visible.begin / SPAN;
         int64_t of_head = (part.head + r / queries) * (queries / a->q_len) + r % queries % (queries / a->q_len);
         part.largest[r] = has_sink ? sink_logit(a->sinks.data[of_head], logits_of(&a->options)) : -INFINITY;
         part.total[r] = has_sink ? 1.0f : 0.0f; /* e^(sink - sink), as if it were a key */
@@ -505,7 +511,7 @@ static void NAME(attend_parts)(const void *arg, int64_t begin, int64_t end) {
     int is_prefetched = 0;
     for (int64_t task = begin; task < end; task++) {
         struct NAME(part) part = NAME(part_of)(job, task), after = {0};
-        if (part.seen.end <= 0 && part.span == 0) NAME(write_zeros)(&part);
+        if (part.visible.end <= 0 && part.span == 0) NAME(write_zeros)(&part);
         if (part.first >= part.end) continue;
         for (int64_t then = task + 1; then < end && after.first >= after.end; then++) after = NAME(part_of)(job, then);
         NAME(attend_heads)(job, part, after.first < after.end ? &after : 0, is_prefetched);
@@ -522,7 +528,7 @@ static void NAME(merge_spans)(const void *arg, int64_t begin, int64_t end) {
     for (int64_t task = begin; task < end; task++) {
         int64_t row = task / (kv_heads * queries), entry = task % (kv_heads * queries);
         int64_t length = length_of(a, row);
-        int64_t first = seen_of(length, a->q_len, &a->options).begin / SPAN, last = (length + SPAN - 1) / SPAN;
+        int64_t first = visible_range(length, a->q_len, &a->options).begin / SPAN, last = (length + SPAN - 1) / SPAN;
         if (last - first < 2) continue;
         struct NAME(part) part = {.a = a, .row = row};
         element *out = (element *)a->out.data + NAME(query_offset)(&part, entry / queries, entry % queries, a->out.size[2]);
@@ -547,9 +553,9 @@ KERNEL(decode_attention) {
     int64_t rows = least_of(a->q.size[0] / a->q_len, least_of(listed, a->kv_lens.size[0]));
     for (int64_t row = 0; row < rows; row++) {
         int64_t length = length_of(a, row);
-        struct seen seen = seen_of(length, a->q_len, &a->options);
+        struct visible visible = visible_range(length, a->q_len, &a->options);
         if (length <= 0) continue;
-        keys += length - seen.begin;
+        keys += length - visible.begin;
         if ((length + SPAN - 1) / SPAN > most) most = (length + SPAN - 1) / SPAN;
     }
     struct sharing job = {a, 1, most > 0 ? most : 1, 0};

@@ -38,11 +38,11 @@ struct few_queries {
     int64_t share;                 /* bytes of the next block to prefetch with a product of tiles */
 };
 
-/* A block of a row's keys, of which nobody sees those before `unseen`. */
+/* A block of a row's keys, of which nobody sees those before `first_visible`. */
 struct block {
     const struct paged *row;
     const int64_t *offsets;
-    int64_t first, unseen, count, code;
+    int64_t first, first_visible, count, code;
 };
 
 static int64_t parts_of(int64_t queries) { return (queries + WEIGHED - 1) / WEIGHED; }
@@ -101,15 +101,15 @@ INLINE void copy_entries(const int64_t code, uint16_t *to, const struct block *b
                          int64_t width) {
     for (int64_t j = from; j < from + TILE_ROWS; j++, to += width)
         for (int64_t i = 0; i < width; i += PANEL)
-            store_words(to + i, seen_features(code, entries, block->offsets, j, block->unseen, block->count, i, width));
+            store_words(to + i, visible_features(code, entries, block->offsets, j, block->first_visible, block->count, i, width));
 }
 
-/* Find TILE_ROWS entries of a block, `width` values of each: in place, if they are seen and in one page, else copied,
+/* Find TILE_ROWS entries of a block, `width` values of each: in place, if they are visible and in one page, else copied,
  * with zeros for what nobody sees. */
 static const uint16_t *tile_entries(const struct block *block, const void *entries, int64_t from, int64_t width,
                                     uint16_t *copied, int64_t *stride) {
-    int is_seen = from >= block->unseen && from + TILE_ROWS <= block->count;
-    if (is_seen && !block->code && (block->first + from) % block->row->size + TILE_ROWS <= block->row->size) {
+    int is_visible = from >= block->first_visible && from + TILE_ROWS <= block->count;
+    if (is_visible && !block->code && (block->first + from) % block->row->size + TILE_ROWS <= block->row->size) {
         *stride = 2 * block->row->entry;
         return (const uint16_t *)entries + block->offsets[from];
     }
@@ -161,8 +161,8 @@ static float few_weights(const struct few_queries *few, float *logits, int64_t r
         if (few->key_scales) v *= load_f32(few->key_scales + n);
         if (are_changed(few->logits)) v = logits_from(v, few->logits);
         if (begin > n || end < n + LANES) {
-            ivec key = lanes + (int32_t)n, seen = (key >= (int32_t)begin) & (key < (int32_t)end);
-            v = (vec)((seen & (ivec)v) | (~seen & (ivec)splat(-INFINITY)));
+            ivec key = lanes + (int32_t)n, visible = (key >= (int32_t)begin) & (key < (int32_t)end);
+            v = (vec)((visible & (ivec)v) | (~visible & (ivec)splat(-INFINITY)));
         }
         store_f32(logits + n, v);
         most = _mm512_max_ps(most, (__m512)v);

@@ -77,10 +77,11 @@ static void NAME(extend_few)(const extend_attention_args *a, int64_t row, int64_
     decode.q.data = (element *)decode.q.data + offset * a->q.size[2];
     decode.out.data = (element *)decode.out.data + offset * a->out.size[2];
     length = least_of(length, a->page_table.size[1] * a->k_cache.size[1]);
-    struct NAME(part) part = {.a = &decode, .seen = seen_of(length, tokens, &a->options), .head = head, .last = head + 1};
+    struct NAME(part) part = {.a = &decode, .visible = visible_range(length, tokens, &a->options),
+                              .head = head, .last = head + 1};
     part.entries = (struct paged)PAGES_OF(row, a->page_table, a->k_cache);
     part.queries = tokens * (a->q.size[1] / a->k_cache.size[2]);
-    part.span = part.seen.begin / SPAN, part.first = part.seen.begin / BLOCK * BLOCK, part.end = length;
+    part.span = part.visible.begin / SPAN, part.first = part.visible.begin / BLOCK * BLOCK, part.end = length;
     struct sharing whole = {&decode, 1, 1, 0};
     NAME(attend_heads)(&whole, part, 0, 0);
 }

@@ -2,7 +2,7 @@
 
 The board begins with cache lines: the first for all ranks, then one for each rank, which only that rank writes. After
 them each rank has two data areas, which it uses alternately: before a rank writes one again, all others have arrived at
-the meeting in between, so they have read it.
+the barrier in between, so they have read it.
 """
 
 import functools
@@ -18,7 +18,7 @@ LINE = 8  # words of 8 bytes
 MOST_RANKS = 64
 LATE = 0  # word of the first line: 1 + the rank that is missing; MOST_RANKS more: the rank joined with other work
 LIMIT_MS = 1  # word of the first line: how long ranks wait for each other
-ARRIVED = 0  # word of a rank's line: meetings that it has joined
+ARRIVED = 0  # word of a rank's line: barriers that it has joined
 OPERATION = 1  # two words of a rank's line: what it computes, so that ranks detect a mismatch
 CORE = 3  # word of a rank's line: 1 + the core that it last ran on; 0: unknown
 HEADER = LINE * (1 + MOST_RANKS)  # words before the data
@@ -37,10 +37,10 @@ def area_bytes_of(board: Tensor, ranks: int) -> int:
     return (board.numel() - HEADER) // (2 * ranks) // LINE * LINE * 8
 
 
-def area_of(board: Tensor, ranks: int, rank: int, meeting: int, dtype: torch.dtype) -> Tensor:
-    """Return a rank's data area for a meeting, as a tensor of a dtype."""
+def area_of(board: Tensor, ranks: int, rank: int, barrier: int, dtype: torch.dtype) -> Tensor:
+    """Return a rank's data area for a barrier, as a tensor of a dtype."""
     words = area_bytes_of(board, ranks) // 8
-    begin = HEADER + (meeting % 2 * ranks + rank) * words
+    begin = HEADER + (barrier % 2 * ranks + rank) * words
     return board[begin : begin + words].view(dtype)
 
 
@@ -48,7 +48,7 @@ _LOOK_SECONDS = 5e-5
 
 
 def rendezvous(board: Tensor, rank: int, ranks: int, operation: int, data: Tensor) -> int | None:
-    """Write data to the board, and wait for all ranks; return the meeting's number, None if a rank is missing.
+    """Write data to the board, and wait for all ranks; return the barrier's number, None if a rank is missing.
 
     It is the reference of `shared_collectives.c`, and serves dtypes without a C kernel.
 
@@ -61,25 +61,25 @@ def rendezvous(board: Tensor, rank: int, ranks: int, operation: int, data: Tenso
     """
     words = board[:HEADER].numpy()
     lines = words.reshape(-1, LINE)
-    meeting = int(lines[1 + rank, ARRIVED]) + 1
+    barrier = int(lines[1 + rank, ARRIVED]) + 1
     if words[LATE]:
         return None
-    area_of(board, ranks, rank, meeting, data.dtype)[: data.numel()].copy_(data.reshape(-1))
-    lines[1 + rank, OPERATION + meeting % 2] = operation
-    lines[1 + rank, ARRIVED] = meeting
+    area_of(board, ranks, rank, barrier, data.dtype)[: data.numel()].copy_(data.reshape(-1))
+    lines[1 + rank, OPERATION + barrier % 2] = operation
+    lines[1 + rank, ARRIVED] = barrier
     waited = 0.0
     for other in range(ranks):
-        while lines[1 + other, ARRIVED] < meeting:
+        while lines[1 + other, ARRIVED] < barrier:
             time.sleep(_LOOK_SECONDS)
             waited += _LOOK_SECONDS
             if not words[LATE] and waited * 1000 > words[LIMIT_MS]:
                 words[LATE] = other + 1
             if words[LATE]:
                 return None
-        if lines[1 + other, OPERATION + meeting % 2] != operation:
+        if lines[1 + other, OPERATION + barrier % 2] != operation:
             words[LATE] = MOST_RANKS + other + 1
             return None
-    return meeting
+    return barrier
 
 
 @operator(is_compiled=True, constants=WORDS)
@@ -98,10 +98,10 @@ def shared_all_reduce(x: Written[Tensor], board: Written[Int64], rank: int, rank
     flat, most = x.view(-1), area_bytes_of(board, ranks) // x.element_size()
     for piece in flat.split(most):
         count = piece.numel()
-        meeting = rendezvous(board, rank, ranks, 2 * count, piece)
-        if meeting is None:
+        barrier = rendezvous(board, rank, ranks, 2 * count, piece)
+        if barrier is None:
             return
-        areas = (area_of(board, ranks, each, meeting, x.dtype)[:count].float() for each in range(ranks))
+        areas = (area_of(board, ranks, each, barrier, x.dtype)[:count].float() for each in range(ranks))
         piece.copy_(functools.reduce(torch.add, areas))
 
 
@@ -122,9 +122,9 @@ def shared_all_gather(out: Written[Tensor], part: Tensor, board: Written[Int64],
     bounds = [columns * each // ranks for each in range(ranks + 1)]
     most = area_bytes_of(board, ranks) // (-(-columns // ranks) * out.element_size())
     for whole, part_rows in zip(out.split(most), part.split(most), strict=True):
-        meeting = rendezvous(board, rank, ranks, 2 * len(part_rows) * columns + 1, part_rows)
-        if meeting is None:
+        barrier = rendezvous(board, rank, ranks, 2 * len(part_rows) * columns + 1, part_rows)
+        if barrier is None:
             return
         for each, (begin, end) in enumerate(pairwise(bounds)):
-            area = area_of(board, ranks, each, meeting, out.dtype)[: len(part_rows) * (end - begin)]
+            area = area_of(board, ranks, each, barrier, out.dtype)[: len(part_rows) * (end - begin)]
             whole[:, begin:end].copy_(area.view(len(part_rows), end - begin))

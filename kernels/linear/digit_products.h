@@ -12,7 +12,7 @@
 #include "linear/integer_products.h"
 
 #define DIGITS 3      /* for one or two rows */
-#define MANY_DIGITS 2 /* for more rows */
+#define MANY_ROWS_DIGITS 2 /* for more rows */
 #define PART 16       /* adjacent input features of a digit: half of a block, and the smallest span */
 #define PART_STEPS 4  /* steps of 4 features, which are multiplied together */
 #define STEP_CODES (4 * PANEL)
@@ -20,7 +20,7 @@
 #define PACKED_ROWS 16 /* up to so many unpack codes of 4 bits each time: it is done beside the products */
 
 /* A row's values are [in / PART][digits][PART], of each 4 features the second and the third in turned order. */
-INLINE int bytes_of_multiple(const int is_checked) { return is_checked ? DIGITS : MANY_DIGITS; }
+INLINE int bytes_of_multiple(const int is_checked) { return is_checked ? DIGITS : MANY_ROWS_DIGITS; }
 
 INLINE int bits_of_multiple(const int is_checked) { return 8 * bytes_of_multiple(is_checked) - 1; }
 
@@ -188,7 +188,7 @@ INLINE void unpack_codes(const int bits, const int is_linear, int8_t *out, const
 
 /* Add to some rows' sums what a step's codes give, from those of a part, packed in 4 bits or bytes; all but addresses are
  * constants where this is used. */
-INLINE void add_step(const int is_packed, const int rows, const int step, __m512i (*sums)[MANY_DIGITS][VECTORS],
+INLINE void add_step(const int is_packed, const int rows, const int step, __m512i (*sums)[MANY_ROWS_DIGITS][VECTORS],
                      const int8_t *codes, const char *values, int64_t stride) {
     __m512i of_codes[VECTORS];
     if (is_packed) unpack_bytes(4, 1, of_codes, (const uint16_t *)codes, 0, step, _mm512_setzero_si512());
@@ -196,7 +196,7 @@ INLINE void add_step(const int is_packed, const int rows, const int step, __m512
 #pragma GCC unroll 4
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 2
-        for (int digit = 0; digit < MANY_DIGITS; digit++) {
+        for (int digit = 0; digit < MANY_ROWS_DIGITS; digit++) {
             __m512i of_row = splat_four(values + r * stride + digit * PART + 4 * step);
 #pragma GCC unroll 2
             for (int side = 0; side < VECTORS; side++)
@@ -211,7 +211,7 @@ INLINE void add_chunk(const int is_packed, const int parts, const int has_mins, 
     const int64_t stride = x->stride, spans = x->spans, number = row * spans + chunk->span;
     const float *units = x->units + number, *totals = x->totals + number;
     const int32_t *zeros = x->zeros + 2 * number;
-    const char *values = x->values + row * stride + chunk->first * MANY_DIGITS, *ahead = chunk->ahead;
+    const char *values = x->values + row * stride + chunk->first * MANY_ROWS_DIGITS, *ahead = chunk->ahead;
     const int8_t *codes = is_packed ? (const int8_t *)chunk->packed : chunk->codes;
     vec outputs[TOGETHER][VECTORS];
 #pragma GCC unroll 4
@@ -220,7 +220,7 @@ INLINE void add_chunk(const int is_packed, const int parts, const int has_mins, 
         for (int side = 0; side < VECTORS; side++) outputs[r][side] = load_f32(out + r * PANEL + side * LANES);
     for (int64_t index = 0, left = chunk->count; left > 0; index++, left -= span) {
         const int64_t count = parts ? parts : least_of(span, left) / PART;
-        __m512i sums[TOGETHER][MANY_DIGITS][VECTORS];
+        __m512i sums[TOGETHER][MANY_ROWS_DIGITS][VECTORS];
         __asm__ volatile("" : : : "memory"); /* or GCC 12 reads numbers early, and sums have too few registers */
 #pragma GCC unroll 4
         for (int r = 0; r < rows; r++)
@@ -237,7 +237,7 @@ INLINE void add_chunk(const int is_packed, const int parts, const int has_mins, 
                 __builtin_prefetch(ahead + 128 * step + 64, 0, 3);
                 add_step(is_packed, rows, step, sums, codes, values, stride);
             }
-            codes += PART * PANEL / (is_packed ? 2 : 1), values += MANY_DIGITS * PART, ahead += chunk->ahead_of_part;
+            codes += PART * PANEL / (is_packed ? 2 : 1), values += MANY_ROWS_DIGITS * PART, ahead += chunk->ahead_of_part;
         }
 #pragma GCC unroll 4
         for (int r = 0; r < rows; r++) {

@@ -6,7 +6,7 @@
 #include "linear/integer_products.h"
 
 #define DIGITS 3      /* for one or two rows */
-#define MANY_DIGITS 2 /* for more rows */
+#define MANY_ROWS_DIGITS 2 /* for more rows */
 #define PART 16       /* adjacent input features of a digit: a register, half of a block, and the smallest span */
 #define PART_STEPS 4  /* steps of 4 features, which are multiplied together */
 #define TOGETHER 4    /* rows whose sums, with VECTORS_OF_ROW vectors each, stay in registers */
@@ -14,7 +14,7 @@
 #define HALF_VECTORS (HALF_PANEL / LANES) /* vectors of half of a panel */
 
 /* A row's values are [in / PART][digits][PART], of each 4 features the second and the third in turned order. */
-INLINE int bytes_of_multiple(const int is_checked) { return is_checked ? DIGITS : MANY_DIGITS; }
+INLINE int bytes_of_multiple(const int is_checked) { return is_checked ? DIGITS : MANY_ROWS_DIGITS; }
 
 INLINE int bits_of_multiple(const int is_checked) { return 8 * bytes_of_multiple(is_checked) - 1; }
 
@@ -178,16 +178,16 @@ INLINE void add_chunk(const int rows, const int has_mins, float *out, const stru
                       const struct integer_rows *x, int64_t row, int64_t from) {
     const int64_t spans = x->spans, number = row * spans + chunk->span;
     const float *units = x->units + number, *totals = x->totals + number;
-    const int8_t *digits = (const int8_t *)x->values + row * x->stride + chunk->first * MANY_DIGITS;
+    const int8_t *digits = (const int8_t *)x->values + row * x->stride + chunk->first * MANY_ROWS_DIGITS;
     const int8_t *codes = chunk->codes + from * 4 * LANES;
     for (int64_t index = 0, left = chunk->count; left > 0; index++, left -= span) {
-        int32x4_t sums[TOGETHER][MANY_DIGITS][VECTORS_OF_ROW] = {0};
-        for (const int8_t *end = codes + least_of(span, left) * PANEL; codes < end; digits += MANY_DIGITS * PART) {
-            int8x16_t of_rows[TOGETHER][MANY_DIGITS];
+        int32x4_t sums[TOGETHER][MANY_ROWS_DIGITS][VECTORS_OF_ROW] = {0};
+        for (const int8_t *end = codes + least_of(span, left) * PANEL; codes < end; digits += MANY_ROWS_DIGITS * PART) {
+            int8x16_t of_rows[TOGETHER][MANY_ROWS_DIGITS];
 #pragma GCC unroll 4
             for (int r = 0; r < rows; r++)
 #pragma GCC unroll 2
-                for (int digit = 0; digit < MANY_DIGITS; digit++)
+                for (int digit = 0; digit < MANY_ROWS_DIGITS; digit++)
                     of_rows[r][digit] = vld1q_s8(digits + r * x->stride + digit * PART);
 #pragma GCC unroll 4
             for (int step = 0; step < PART_STEPS; step++, codes += 4 * PANEL)
@@ -197,7 +197,7 @@ INLINE void add_chunk(const int rows, const int has_mins, float *out, const stru
 #pragma GCC unroll 4
                     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 2
-                        for (int digit = 0; digit < MANY_DIGITS; digit++)
+                        for (int digit = 0; digit < MANY_ROWS_DIGITS; digit++)
                             sums[r][digit][v] = dot_step(sums[r][digit][v], of_codes, of_rows[r][digit], step);
                 }
         }

@@ -300,7 +300,7 @@ static void widen_rows(const void *arg, int64_t begin, int64_t end) {
 }
 
 /* Whether rows are multiplied in blocks: enough of them share a block, though they stay in the L2 cache meanwhile. */
-static inline int are_many(int64_t rows, int64_t in) {
+static inline int use_blocks(int64_t rows, int64_t in) {
     return rows >= BLOCKS_FROM && in * BLOCKS_FROM / 2 * (int64_t)sizeof(float) <= TILED_BYTES;
 }
 
@@ -462,7 +462,7 @@ KERNEL(native_linear) {
     }
 #endif
 #ifdef WITH_BLOCKS
-    if (are_many(rows, in)) {
+    if (use_blocks(rows, in)) {
         by_blocks(linear_blocks, &job, a->panels.size[0], threads);
         return;
     }
@@ -478,7 +478,7 @@ KERNEL(gated_linear) {
     HAND_OVER(gate_up_args.panels, a->panels), HAND_OVER(gate_up_args.bias, a->bias);
     struct product job = {.a = &gate_up_args, .stride = a->x.stride[0], .activation = a->activation};
 #ifdef WITH_BLOCKS
-    if (are_many(rows, in)) {
+    if (use_blocks(rows, in)) {
         by_blocks(gated_blocks, &job, a->panels.size[0] / 2, threads);
         return;
     }

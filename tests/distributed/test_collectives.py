@@ -43,7 +43,7 @@ def together(ranks: int, work: Callable[[int], None], backend: str) -> None:
 @pytest.mark.parametrize("ranks", [2, 3, 5])
 def test_all_ranks_get_the_sum_in_the_order_of_the_ranks(ranks: int, dtype: torch.dtype, backend: str) -> None:
     board, generator = small_board(ranks), torch.Generator().manual_seed(ranks)
-    for shape in ((1, 1), (3, 37), (16, 200)):  # the last one takes many meetings: a place holds 256 bytes
+    for shape in ((1, 1), (3, 37), (16, 200)):  # the last one takes many barriers: a data area holds 256 bytes
         own = [torch.randn(shape, generator=generator).to(dtype) for _ in range(ranks)]
         expected = own[0].float()
         for x in own[1:]:
