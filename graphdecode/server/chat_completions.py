@@ -17,9 +17,18 @@ from graphdecode.server.protocol import ChatCompletion, Tokenize
 from graphdecode.server.reply import Cursor, Delta, Prepared
 from graphdecode.server.service import Service
 from graphdecode.server.structured_outputs import StructuredOutput, structured_output_of, structured_output_of_calls
-from graphdecode.server.tool_calls import BARE_JSON, ToolCallReader, ToolFormat, format_of
 from graphdecode.server.tool_prompts import function_name, messages_with_tools
 from graphdecode.text.chat import RenderedChat, render_chat
+from graphdecode.text.chat_formats import (
+    BARE_JSON,
+    CallArguments,
+    CallStart,
+    ChatFormat,
+    Content,
+    Reasoning,
+    ReplyEvent,
+    format_of,
+)
 from graphdecode.text.input_processor import ParentRequest
 
 
@@ -33,9 +42,8 @@ class ChatReply(ChoicesReply):
         self, service: Service, prepared: Prepared, parents: list[ParentRequest], admission: Admission
     ) -> None:
         super().__init__(service, prepared, parents, admission)
-        tools, names, self._echoed = prepared.tools, prepared.names, prepared.echoed
-        self._readers = [None if tools is None else ToolCallReader(tools, names) for _ in self.cursors]
-        self._call_counts = [0] * len(self.cursors)
+        self._echoed = prepared.echoed
+        self._parsers = [prepared.parser() for _ in self.cursors]
 
     def choice(self, cursor: Cursor, delta: Delta, *, whole: bool = False) -> dict[str, Any] | None:
         """See `ChoicesReply.choice`."""
@@ -72,19 +80,32 @@ class ChatReply(ChoicesReply):
         return {"prompt_logprobs": None if body.prompt_logprobs is None else prompt.prompt_logprobs} | tokens
 
     def _message(self, cursor: Cursor, text: str, finish_reason: str | None) -> tuple[dict[str, Any], str | None]:
-        reader = self._readers[cursor.index]
-        if reader is None:
+        parser = self._parsers[cursor.index]
+        if parser is None:
             return ({"content": text} if text else {}), finish_reason
-        content, calls = reader.feed(text, final=finish_reason is not None)
-        message: dict[str, Any] = {"content": content} if content else {}
-        if calls:
-            first = self._call_counts[cursor.index]
-            message["tool_calls"] = [call.as_choice(index) for index, call in enumerate(calls, first)]
-            self._call_counts[cursor.index] += len(calls)
+        message = _as_message(parser.feed(text, final=finish_reason is not None))
         # as OpenAI's: a call that `tool_choice` named ends with "stop"
         is_named = isinstance(self.body_fields.tool_choice, dict)
-        called = finish_reason == "stop" and self._call_counts[cursor.index] and not is_named
+        called = finish_reason == "stop" and parser.num_calls and not is_named
         return message, "tool_calls" if called else finish_reason
+
+
+def _as_message(events: Sequence[ReplyEvent]) -> dict[str, Any]:
+    """Return events as a message, or as the delta of one."""
+    reasoning = "".join(event.text for event in events if isinstance(event, Reasoning))
+    content = "".join(event.text for event in events if isinstance(event, Content))
+    calls = dict[int, dict[str, Any]]()
+    for event in events:
+        if isinstance(event, CallStart):
+            function = {"name": event.name, "arguments": ""}
+            calls[event.index] = {"index": event.index, "id": event.call_id, "type": "function", "function": function}
+        elif isinstance(event, CallArguments):
+            call = calls.setdefault(event.index, {"index": event.index, "function": {"arguments": ""}})
+            call["function"]["arguments"] += event.text
+    message: dict[str, Any] = {"reasoning": reasoning, "reasoning_content": reasoning} if reasoning else {}
+    if content:
+        message["content"] = content
+    return message | ({"tool_calls": list(calls.values())} if calls else {})
 
 
 def prepared_chat(preprocessor: Preprocessor, body: ChatCompletion) -> Prepared:
@@ -92,28 +113,30 @@ def prepared_chat(preprocessor: Preprocessor, body: ChatCompletion) -> Prepared:
     if body.top_logprobs is not None and not body.logprobs:
         raise HttpError(400, "top_logprobs needs logprobs to be true", param="top_logprobs")
     wants_tools = bool(body.tools) and body.tool_choice != "none"
-    names = frozenset(_tool_names(body))
-    tools = _tool_format(preprocessor, body, body.tools) if wants_tools else None
-    structured = _structured(preprocessor, body, tools)
+    tools = dict(_functions(body))
+    chat_format = _chat_format(preprocessor, body, body.tools) if wants_tools else None
+    structured = _structured(preprocessor, body, chat_format)
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     params = preprocessor.sampling_params(body, max_tokens=body.most_tokens, logprobs=logprobs)
-    if tools is not None and tools.is_special:
+    if chat_format is not None and chat_format.is_special:
         params = params.unchecked(skip_special_tokens=False)
     rendered = rendered_chat(preprocessor, body, with_tools=wants_tools)
     ending, is_structured = rendered.ending(params), structured is not None
     shared = preprocessor.tokenized_params(ending, 1, body, is_structured=is_structured)
     prompt = preprocessor.tokenized_prompt(rendered.text, rendered.token_ids, shared, body)
-    return Prepared(protocol.without_large_parts(body), [prompt], structured, tools, names, body.echoed)
+    return Prepared(protocol.without_large_parts(body), [prompt], structured, chat_format, tools, body.echoed)
 
 
-def _structured(preprocessor: Preprocessor, body: ChatCompletion, tools: ToolFormat | None) -> StructuredOutput | None:
+def _structured(
+    preprocessor: Preprocessor, body: ChatCompletion, chat_format: ChatFormat | None
+) -> StructuredOutput | None:
     requested = structured_output_of(body)
-    if tools is None:
+    if chat_format is None:
         if body.tool_choice not in (None, "none", "auto"):
             raise HttpError(400, "tool_choice needs tools to choose from", param="tool_choice")
         return requested
-    opening_id = preprocessor.tokenizer.convert_tokens_to_ids(tools.opening) if tools.is_special else None
-    calls = structured_output_of_calls(body, tools, opening_id)
+    opening_id = preprocessor.tokenizer.convert_tokens_to_ids(chat_format.opening) if chat_format.is_special else None
+    calls = structured_output_of_calls(body, chat_format, opening_id)
     if calls is not None and requested is not None:
         raise HttpError(
             400, f"{requested.field} cannot be combined with strict or required tools", param=requested.field
@@ -143,7 +166,7 @@ def rendered_chat(
         add_special_tokens=bool(body.add_special_tokens),
     )
     messages, tools = body.messages or [], (body.tools or None) if with_tools else None
-    if _tool_format(preprocessor, body, tools) is not BARE_JSON:
+    if _chat_format(preprocessor, body, tools) is not BARE_JSON:
         return render(messages, tools=tools)
     choice = getattr(body, "tool_choice", None)
     try:
@@ -152,9 +175,9 @@ def rendered_chat(
         return render(messages_with_tools(messages, tools, choice, to_user=True))
 
 
-def _tool_format(
+def _chat_format(
     preprocessor: Preprocessor, body: ChatCompletion | Tokenize, tools: Sequence[dict[str, Any]] | None
-) -> ToolFormat:
+) -> ChatFormat:
     """Return how the model writes calls: bare JSON if its template has no format."""
     try:
         template = preprocessor.tokenizer.get_chat_template(body.chat_template, tools)
@@ -163,8 +186,9 @@ def _tool_format(
     return format_of(template) or BARE_JSON
 
 
-def _tool_names(body: ChatCompletion) -> Iterator[str]:
+def _functions(body: ChatCompletion) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the functions that may be called, with the schemas of their parameters."""
     for index, tool in enumerate(body.tools or []):
         if (name := function_name(tool)) is None:
             raise HttpError(400, f"tools[{index}] must be a function with a name", param=f"tools[{index}]")
-        yield name
+        yield name, tool["function"].get("parameters") or {}

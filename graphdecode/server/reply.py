@@ -8,9 +8,9 @@ import logging
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from starlette.datastructures import Headers
 from starlette.responses import Response
@@ -28,7 +28,7 @@ from graphdecode.server.http import (
 from graphdecode.server.protocol import Generation
 from graphdecode.server.service import Service
 from graphdecode.server.structured_outputs import StructuredOutput
-from graphdecode.server.tool_calls import ToolFormat
+from graphdecode.text.chat_formats import ChatFormat, ReplyParser
 from graphdecode.text.input_processor import ParentRequest, TokenizedPrompt
 from graphdecode.text.outputs import Logprob, RequestState
 
@@ -46,9 +46,18 @@ class Prepared(NamedTuple):
     body: Generation  # without its large parts
     prompts: list[TokenizedPrompt]
     structured: StructuredOutput | None
-    tools: ToolFormat | None = None  # None: the output is not searched for tool calls
-    names: frozenset[str] = frozenset()  # functions that may be called
+    chat_format: ChatFormat | None = None  # None: outputs are not parsed
+    tools: Mapping[str, Mapping[str, Any]] | None = None  # functions that may be called: schemas of their parameters
     echoed: str = ""  # the text before the answer in its message
+    in_reasoning: bool = False  # the prompt ends within the thought
+    is_constrained: bool = False  # a grammar makes the calls
+
+    def parser(self) -> ReplyParser | None:
+        """Return a new parser of an output; None: it is content as it is."""
+        if self.chat_format is None:
+            return None
+        reasons, constrained = self.in_reasoning, self.is_constrained
+        return ReplyParser(self.chat_format, tools=self.tools or {}, in_reasoning=reasons, is_constrained=constrained)
 
 
 class Delta(NamedTuple):

@@ -23,8 +23,8 @@ from graphdecode.server.jobs import JobError, JobLimits
 from graphdecode.server.messages import AddGrammar
 from graphdecode.server.preprocessing import Preprocessor
 from graphdecode.server.protocol import ChatCompletion, Generation
-from graphdecode.server.tool_calls import ToolFormat
 from graphdecode.server.tool_prompts import function_name
+from graphdecode.text.chat_formats import ChatFormat
 from graphdecode.text.grammar import MAX_GRAMMAR_LENGTH
 
 # llguidance's options for arguments: unsupported keywords are refused; JSON is spaced as chat templates write it
@@ -137,7 +137,7 @@ def _checked(params: dict[str, Any], field: str) -> StructuredOutput:
 
 
 def structured_output_of_calls(
-    body: ChatCompletion, tool_format: ToolFormat, opening_id: int | None
+    body: ChatCompletion, tool_format: ChatFormat, opening_id: int | None
 ) -> StructuredOutput | None:
     """Return the grammar of outputs that must call tools, or whose calls match the schemas of strict tools.
 
@@ -163,7 +163,7 @@ def structured_output_of_calls(
 
 def _calls(
     functions: Sequence[dict[str, Any]],
-    tool_format: ToolFormat,
+    tool_format: ChatFormat,
     opening_id: int | None,
     *,
     several: bool,

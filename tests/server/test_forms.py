@@ -28,7 +28,7 @@ from graphdecode.server.jobs import JobError
 from graphdecode.server.messages import AddGrammar
 from graphdecode.server.protocol import ChatCompletion
 from graphdecode.server.structured_outputs import GrammarCompiler, structured_output_of_calls
-from graphdecode.server.tool_calls import FORMATS, ToolCallReader
+from graphdecode.text.chat_formats import FORMATS, CallArguments, ReplyParser
 from graphdecode.text.grammar import Grammars
 
 
@@ -334,8 +334,9 @@ def test_every_family_writes_calls_as_it_has_learnt_to_and_they_are_read_back(fo
     assert passes(amid + call(40))
     assert not passes(amid + call(41))
     assert passes("no call") == (choice == "auto")
-    _, calls = ToolCallReader(form, frozenset({"warm"})).feed(call(40), final=True)
-    assert [json.loads(found.arguments) for found in calls] == [{"unit": "C", "degrees": 40}]
+    events = ReplyParser(form, tools={"warm": {}}).feed(call(40), final=True)
+    arguments = [json.loads(event.text) for event in events if isinstance(event, CallArguments)]
+    assert arguments == [{"unit": "C", "degrees": 40}]
 
 
 UNENFORCED = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"not": {}}}}

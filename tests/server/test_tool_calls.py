@@ -5,7 +5,7 @@ import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx2 as httpx
 import pytest
@@ -19,11 +19,27 @@ from graphdecode.server.chat_completions import prepared_chat
 from graphdecode.server.protocol import ChatCompletion
 from graphdecode.server.reply import Prepared
 from graphdecode.server.structured_outputs import structured_output_of_calls
-from graphdecode.server.tool_calls import BARE_JSON, FORMATS, ToolCall, ToolCallReader, ToolFormat, format_of
 from graphdecode.server.tool_prompts import messages_with_tools
+from graphdecode.text.chat_formats import (
+    BARE_JSON,
+    FORMATS,
+    CallArguments,
+    CallStart,
+    ChatFormat,
+    Content,
+    ReplyParser,
+    format_of,
+)
 
 HERMES, MISTRAL, GRANITE, LLAMA = FORMATS
-NAMES = frozenset({"add", "look_up"})
+TOOLS: dict[str, dict[str, Any]] = {"add": {}, "look_up": {}}
+
+
+class ToolCall(NamedTuple):
+    name: str
+    arguments: str
+
+
 ADD = ToolCall("add", '{"a": 417, "b": 385}')
 LOOK_UP = ToolCall("look_up", '{"word": "\\u00e9 }] </tool_call>"}')
 ODD = '{"b":1E5,  "a": "ü\\u00fc", "a":1.50, "c": 12345678901234567890}'
@@ -80,11 +96,17 @@ CONTENT = [
 ]
 
 
-def read(form: ToolFormat, pieces: list[str]) -> tuple[str, list[ToolCall]]:
-    reader, content, calls = ToolCallReader(form, NAMES), "", list[ToolCall]()
+def read(form: ChatFormat, pieces: list[str]) -> tuple[str, list[ToolCall]]:
+    parser, content, calls = ReplyParser(form, tools=TOOLS), "", list[ToolCall]()
     for number, piece in enumerate(pieces, 1):
-        released, found = reader.feed(piece, final=number == len(pieces))
-        content, calls = content + released, calls + found
+        for event in parser.feed(piece, final=number == len(pieces)):
+            if isinstance(event, Content):
+                content += event.text
+            elif isinstance(event, CallStart):
+                assert event.index == len(calls)
+                calls.append(ToolCall(event.name, ""))
+            elif isinstance(event, CallArguments):
+                calls[event.index] = calls[event.index]._replace(arguments=calls[event.index].arguments + event.text)
     return content, calls
 
 
@@ -101,7 +123,7 @@ def test_a_call_is_found_however_the_text_is_split(form, text, content, calls):
 
 
 @pytest.mark.parametrize(("form", "text"), CONTENT, ids=lambda value: getattr(value, "name", ""))
-def test_what_only_looks_like_a_call_stays_content(form: ToolFormat, text: str) -> None:
+def test_what_only_looks_like_a_call_stays_content(form: ChatFormat, text: str) -> None:
     for pieces in splits(text) if len(text) < 1000 else [[text], [text[:20], text[20:]]]:
         assert read(form, pieces) == (text, []), pieces
 
@@ -117,11 +139,11 @@ def test_what_only_looks_like_a_call_stays_content(form: ToolFormat, text: str) 
 )
 def test_a_call_in_many_pieces_takes_time_in_proportion_to_them(begins: str, goes_on: str) -> None:
     def seconds(count: int) -> float:
-        reader, began = ToolCallReader(HERMES, NAMES), time.process_time()
-        assert reader.feed(begins, final=False) == ("", [])
+        parser, began = ReplyParser(HERMES, tools=TOOLS), time.process_time()
+        assert parser.feed(begins, final=False) == []
         for _ in range(count):
-            assert reader.feed(goes_on, final=False) == ("", [])
-        reader.feed("", final=True)
+            assert parser.feed(goes_on, final=False) == []
+        parser.feed("", final=True)
         return time.process_time() - began
 
     short = min(seconds(4_000) for _ in range(3))
@@ -129,27 +151,31 @@ def test_a_call_in_many_pieces_takes_time_in_proportion_to_them(begins: str, goe
 
 
 def test_a_call_has_an_id_that_all_templates_take() -> None:
-    ids = [str(ADD.as_choice(0)["id"]) for _ in range(100)]
+    parser = ReplyParser(HERMES, tools=TOOLS)
+    text = f"<tool_call>{ADD_JSON}</tool_call>" * 100
+    ids = [event.call_id for event in parser.feed(text, final=True) if isinstance(event, CallStart)]
     assert len(set(ids)) == 100
     assert all(len(name) == 9 and name.isalnum() and name.isascii() for name in ids)
 
 
 def test_content_is_released_once_it_cannot_be_a_call() -> None:
-    reader = ToolCallReader(HERMES, NAMES)
-    assert reader.feed("Hello <tool", final=False) == ("Hello", [])
-    assert reader.feed("box>", final=False) == (" <toolbox>", [])
-    reader = ToolCallReader(LLAMA, NAMES)
-    assert reader.feed("Hello", final=False) == ("Hello", [])
+    parser = ReplyParser(HERMES, tools=TOOLS)
+    assert parser.feed("Hello <tool", final=False) == [Content("Hello")]
+    assert parser.feed("box>", final=False) == [Content(" <toolbox>")]
+    assert ReplyParser(LLAMA, tools=TOOLS).feed("Hello", final=False) == [Content("Hello")]
 
 
 def test_a_call_is_returned_once_complete() -> None:
-    reader = ToolCallReader(HERMES, NAMES)
-    assert reader.feed(f"<tool_call>{ADD_JSON}</tool_call", final=False) == ("", [])
-    assert [call.name for call in reader.feed(">", final=False)[1]] == ["add"]
+    parser = ReplyParser(HERMES, tools=TOOLS)
+    assert parser.feed(f"<tool_call>{ADD_JSON}</tool_call", final=False) == []
+    start, arguments, _ = parser.feed(">", final=False)
+    assert isinstance(start, CallStart)
+    assert (start.index, start.name) == (0, "add")
+    assert arguments == CallArguments(0, ADD.arguments)
 
 
 @pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
-def test_a_template_determines_the_tool_format(form: ToolFormat) -> None:
+def test_a_template_determines_the_tool_format(form: ChatFormat) -> None:
     assert format_of(f"{{{{ x }}}}{form.marker}") is form
     assert format_of("{{ messages }}") is None
     assert format_of(None) is None
@@ -349,12 +375,12 @@ def test_the_template_for_tools_determines_the_tool_format() -> None:
     taught = "{{ tools | tojson }}<tool_call>" + TEMPLATE
     tokenizer.chat_template = {"default": TEMPLATE, "tool_use": taught}
     offered, refused = prepared(tools=[SQUARE]), prepared(tools=[SQUARE], tool_choice="none")
-    assert offered.tools == format_of(taught)
+    assert offered.chat_format == format_of(taught)
     assert str(offered.prompts[0].prompt).startswith('[{"type"')
     assert "You can call" not in str(offered.prompts[0].prompt)
     assert str(refused.prompts[0].prompt).startswith("system: none")
     tokenizer.chat_template = {"default": TEMPLATE}
-    assert prepared(tools=[SQUARE]).tools is BARE_JSON
+    assert prepared(tools=[SQUARE]).chat_format is BARE_JSON
     for none in (None, {"other": TEMPLATE}):
         tokenizer.chat_template = none
         with pytest.raises(ArgumentError, match="chat.template"):

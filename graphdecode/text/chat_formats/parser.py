@@ -1,4 +1,4 @@
-"""Tool calls in the text of an output: how model families write them, and a reader that finds them."""
+"""The parser of outputs: reasoning, content and tool calls, as they come."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ import re
 import secrets
 import string
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
+
+from graphdecode.text.chat_formats.chat_format import ChatFormat
+from graphdecode.text.chat_formats.events import CallArguments, CallEnd, CallStart, Content, ReplyEvent
 
 _MARKS = re.compile(r'[{}\[\]"]')  # between values
 _IN_TEXT = re.compile(r'["\\]')
@@ -18,43 +20,41 @@ _SPACE = re.compile(r"[ \t\n\r]*")
 _DECODER = json.JSONDecoder()
 
 
-@dataclass(frozen=True)
-class ToolFormat:
-    """How a model family writes tool calls."""
-
-    name: str
-    opening: str  # text before a call or a list of calls; "": an output that begins with `{` is a call
-    closing: str  # text after it; "": it ends with its JSON
-    marker: str  # text by which a chat template of this format is known
-    is_special: bool = False  # whether `opening` is a special token
-    arguments: str = "arguments"  # the key of a call's arguments
-
-
-FORMATS = (
-    ToolFormat("hermes", "<tool_call>", "</tool_call>", "<tool_call>"),
-    ToolFormat("mistral", "[TOOL_CALLS]", "", "[TOOL_CALLS]", is_special=True),
-    ToolFormat("granite", "<|tool_call|>", "", "<|tool_call|>", is_special=True),
-    ToolFormat("llama", "", "", "<|python_tag|>", arguments="parameters"),
-)
-BARE_JSON = ToolFormat("json", "", "", "")
-
-
-class ToolCall(NamedTuple):
+class _Call(NamedTuple):
     """A complete call."""
 
     name: str
     arguments: str  # JSON, as the model wrote it
 
-    def as_choice(self, index: int) -> dict[str, Any]:
-        """Return it in OpenAI's format."""
-        function = {"name": self.name, "arguments": self.arguments}
-        call_id = "".join(secrets.choice(_ID_LETTERS) for _ in range(_ID_LENGTH))
-        return {"index": index, "id": call_id, "type": "function", "function": function}
 
+class ReplyParser:
+    """Parses an output, which comes in pieces, into events; `num_calls` are those begun so far.
 
-def format_of(chat_template: str | None) -> ToolFormat | None:
-    """Return the format that a chat template uses; None: it has no tools."""
-    return next((tool_format for tool_format in FORMATS if chat_template and tool_format.marker in chat_template), None)
+    `tools` are the functions that may be called, with the schemas of their parameters; empty: no calls are looked for.
+    `in_reasoning`: the prompt ends within the thought. `is_constrained`: a grammar makes the calls, so that their
+    arguments come as they are written; else a call comes once it is complete, and what is no call is content.
+    """
+
+    def __init__(
+        self,
+        chat_format: ChatFormat,
+        *,
+        tools: Mapping[str, Mapping[str, Any]],
+        in_reasoning: bool = False,
+        is_constrained: bool = False,
+    ) -> None:
+        self._reader = _ToolCallReader(chat_format, frozenset(tools)) if tools else None
+        self.num_calls = 0
+
+    def feed(self, text: str, *, final: bool) -> list[ReplyEvent]:
+        """Return the events that a piece of the output adds; `final`: it is the last piece."""
+        content, calls = (text, list[_Call]()) if self._reader is None else self._reader.feed(text, final=final)
+        events: list[ReplyEvent] = [Content(content)] if content else []
+        for call in calls:
+            index, self.num_calls = self.num_calls, self.num_calls + 1
+            call_id = "".join(secrets.choice(_ID_LETTERS) for _ in range(_ID_LENGTH))
+            events += [CallStart(index, call_id, call.name), CallArguments(index, call.arguments), CallEnd(index)]
+        return events
 
 
 class _JsonExtent:
@@ -87,10 +87,10 @@ class _JsonExtent:
         return None
 
 
-class ToolCallReader:
+class _ToolCallReader:
     """Splits an output, which comes in pieces, into content and calls of known names; anything else is content."""
 
-    def __init__(self, tool_format: ToolFormat, names: frozenset[str]) -> None:
+    def __init__(self, tool_format: ChatFormat, names: frozenset[str]) -> None:
         self._format = tool_format
         self._names = names
         self._text = ""  # not yet known to be content or a call
@@ -101,14 +101,14 @@ class ToolCallReader:
         self._follows_call = False  # a call came last
         self._may_begin = True  # a bare call may begin here: at the beginning, and after another call
 
-    def feed(self, piece: str, *, final: bool) -> tuple[str, list[ToolCall]]:
+    def feed(self, piece: str, *, final: bool) -> tuple[str, list[_Call]]:
         """Return the content and the complete calls that a piece adds."""
         if self._json_extent is not None and not final and self._json_extent.end(piece) is None:
             self._pieces.append(piece)
             return "", []
         self._text = "".join([self._text, *self._pieces, piece])
         self._pieces, self._json_extent = [], None
-        content, calls = "", list[ToolCall]()
+        content, calls = "", list[_Call]()
         while True:
             if not self._is_inside:
                 content += self._content(final)
@@ -149,7 +149,7 @@ class ToolCallReader:
         released, self._text = self._text[:length], self._text[length:]
         return released
 
-    def _complete(self, final: bool) -> list[ToolCall] | None:
+    def _complete(self, final: bool) -> list[_Call] | None:
         """Remove calls from the front of the text; None: they are incomplete; empty: there is none."""
         tool_format = self._format
         body = self._text.lstrip()[len(tool_format.opening) :]
@@ -179,7 +179,7 @@ class ToolCallReader:
             rest = rest[len(tool_format.closing) :]
         return self._calls_of(items, rest)
 
-    def _calls_of(self, items: Sequence[str], rest: str) -> list[ToolCall]:
+    def _calls_of(self, items: Sequence[str], rest: str) -> list[_Call]:
         self._unclosed = None
         members = (_members(item) for item in items if item.startswith("{"))
         calls = [call for each in members if (call := _call_of(each)) is not None and call.name in self._names]
@@ -233,9 +233,9 @@ def _members(text: str) -> dict[str, str]:
     return members
 
 
-def _call_of(members: Mapping[str, str]) -> ToolCall | None:
+def _call_of(members: Mapping[str, str]) -> _Call | None:
     """Return the call that is written in the members of an object, if it is one."""
     name = json.loads(members.get("name", "null"))
     written = members.get("arguments", members.get("parameters", "{}"))
     arguments = json.loads(written) if written.startswith('"') else written
-    return ToolCall(name, arguments) if isinstance(name, str) else None
+    return _Call(name, arguments) if isinstance(name, str) else None
