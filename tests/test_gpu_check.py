@@ -9,16 +9,23 @@ import time
 from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from gpu_checks import isolated as isolated_tests
 from gpu_checks import running
 from gpu_checks.absent import WITHOUT
 from gpu_checks.archive import KernelCache
-from gpu_checks.calls import CALLS
+from gpu_checks.clock import medians_of
+from gpu_checks.constants import KERNELS, compile_constants
 from gpu_checks.figures import Figures
 from gpu_checks.part import ROOT, Part
-from gpu_checks.running import CALL_S, run_call
+from gpu_checks.plan import TOTAL_S, parts, planned
+from gpu_checks.running import chosen_parts, folder_of, run_plan
+from gpu_checks.traces import compile_traced, summary
+from graphdecode.kernels.cuda.nvrtc import unavailable_reason
+
+needs_nvrtc = pytest.mark.skipif(unavailable_reason() is not None, reason=str(unavailable_reason()))
 
 TESTS = """
 import os, time
@@ -101,58 +108,122 @@ def test_at_the_limit_the_tests_that_were_not_run_are_named(tmp_path: Path) -> N
     assert Counter(outcomes.values())["not run"] == len(OUTCOMES) - 1
 
 
+def run(
+    some: list[Part], folder: Path, *, has_gpu: bool = True, limit_s: float = 500, names: tuple[str, ...] = ()
+) -> bool:
+    return run_plan(lambda _scratch: some, folder, has_gpu=has_gpu, limit_s=limit_s, names=names)
+
+
+def logs_of(folder: Path) -> dict[str, bytes]:
+    with tarfile.open(folder / "logs.tar.gz") as archive:
+        return {Path(each.name).name: archive.extractfile(each).read() for each in archive if each.isfile()}  # type: ignore[union-attr]
+
+
 def test_each_part_ends_at_its_limit_with_all_that_it_started_and_what_it_said_is_kept(tmp_path: Path) -> None:
     says = [sys.executable, "-c", "print('seen')"]
     # its child would hold the log open, and go on beside what comes next
     child = "import subprocess, time; print('begun', flush=True); subprocess.Popen(['sleep', '610']); time.sleep(600)"
     began = time.monotonic()
-    parts = [
+    some = [
         Part("hangs", [sys.executable, "-c", child], 3.0, []),
         Part("fails", [sys.executable, "-c", "raise SystemExit(3)"], 200, []),
         Part("absent", ["no-such-program"], 200, []),
         Part("fine", says, 200, []),
         Part("rehearsed alone", [], 200, says),
     ]
-    assert not run_call("A", lambda _scratch: parts, tmp_path, has_gpu=True)
+    assert not run(some, tmp_path)
     assert time.monotonic() - began < 150
-    assert [part.state for part in parts] == ["over its 3 s", "failed (3)", "could not start", "ok", "not run"]
-    assert sorted(path.name for path in tmp_path.iterdir() if path.is_file()) == ["A.json", "A.tar.gz"]
-    summary = json.loads((tmp_path / "A.json").read_text())
-    assert [part["state"] for part in summary] == [part.state for part in parts]
-    with tarfile.open(tmp_path / "A.tar.gz") as archive:
-        logs = {Path(member.name).name: archive.extractfile(member) for member in archive if member.isfile()}
-        assert logs["hangs.log"].read() == b"begun\n"  # type: ignore[union-attr]
-        assert logs["fine.log"].read() == b"seen\n"  # type: ignore[union-attr]
-        assert json.loads(logs["summary.json"].read()) == summary  # type: ignore[union-attr]
+    assert [part.state for part in some] == ["over its 3 s", "failed (3)", "could not start", "ok", "not run"]
+    assert sorted(path.name for path in tmp_path.iterdir() if path.is_file()) == ["logs.tar.gz", "parts.json"]
+    summary = json.loads((tmp_path / "parts.json").read_text())
+    assert [part["state"] for part in summary] == [part.state for part in some]
+    logs = logs_of(tmp_path)
+    assert (logs["hangs.log"], logs["fine.log"]) == (b"begun\n", b"seen\n")
 
 
 def test_a_call_ends_in_its_time_and_names_what_it_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(running, "LEAST_S", 1.0)
-    parts = [Part(name, [], 600, ["sleep", "600"]) for name in ("first", "second")]
+    some = [Part(name, [], 600, ["sleep", "600"]) for name in ("first", "second")]
     began = time.monotonic()
-    assert not run_call("B", lambda _scratch: parts, tmp_path, has_gpu=False, limit_s=2.0)
+    assert not run(some, tmp_path, has_gpu=False, limit_s=2.0)
     assert time.monotonic() - began < 60
-    assert [part.state for part in parts] == ["over its 2 s", "no time left"]
-    assert [part["state"] for part in json.loads((tmp_path / "B.json").read_text())] == [part.state for part in parts]
+    assert [part.state for part in some] == ["over its 2 s", "no time left"]
+    kept = json.loads((tmp_path / "parts.json").read_text())
+    assert [part["state"] for part in kept] == [part.state for part in some]
 
 
 def test_what_was_brought_to_an_end_is_not_run_again_and_a_rehearsal_is_no_run(tmp_path: Path) -> None:
     counts = "import pathlib; pathlib.Path('{0}').open('a').write('x')"
-
-    def parts(_scratch: Path) -> list[Part]:
-        runs = [sys.executable, "-c", counts.format(tmp_path / "ran")]
-        return [Part("well", runs, 20, runs), Part("cut off", [*runs[:2], runs[2] + "; raise SystemExit(1)"], 20, runs)]
-
+    runs = [sys.executable, "-c", counts.format(tmp_path / "ran")]
+    fails = [*runs[:2], runs[2] + "; raise SystemExit(1)"]
     for has_gpu, well in ((False, True), (True, False), (True, False)):
-        assert run_call("A", parts, tmp_path, has_gpu=has_gpu) == well
+        some = [Part("well", runs, 20, runs), Part("cut off", fails, 20, runs)]
+        assert run(some, tmp_path, has_gpu=has_gpu) == well
+        assert some[0].state == "ok"
     assert (tmp_path / "ran").read_text() == "xx" + "xx" + "x"
+    assert logs_of(tmp_path).keys() == {"well.log", "cut-off.log"}
+
+
+def test_a_call_that_is_killed_loses_nothing_and_the_next_goes_on(tmp_path: Path) -> None:
+    """Figures of the part that was cut off are kept, and those before it are not measured again."""
+    begun = tmp_path / "begun"
+    part = f"""
+import pathlib, sys, time
+from gpu_checks.figures import Figures
+figures = Figures()
+for key in sys.argv[2:]:
+    if key not in figures:
+        figures.add(key, by=sys.argv[1])
+        if key == "c" and not pathlib.Path({str(begun)!r}).exists():
+            pathlib.Path({str(begun)!r}).touch()
+            time.sleep(600)
+"""
+    call = f"""
+import sys
+from pathlib import Path
+from gpu_checks.part import Part
+from gpu_checks.running import run_plan
+name, folder = sys.argv[1], Path({str(tmp_path)!r})
+command = [sys.executable, "-c", {part!r}, name]
+parts = [Part("first", [*command, "a"], 60, []), Part("second", [*command, "b", "c", "d"], 60, [])]
+sys.exit(not run_plan(lambda scratch: parts, folder, has_gpu=True, limit_s=100))
+"""
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "tools"), "GPU_CHECK_FIGURES": str(tmp_path / "figures.jsonl")}
+    killed = subprocess.Popen([sys.executable, "-c", call, "killed"], env=environment, start_new_session=True)
+    until = time.monotonic() + 60
+    while not begun.exists() and time.monotonic() < until:
+        time.sleep(0.05)
+    killed.kill()
+    killed.wait()
+    states = {each["name"]: each["state"] for each in json.loads((tmp_path / "parts.json").read_text())}
+    assert states == {"first": "ok", "second": "not run"}
+    subprocess.run([sys.executable, "-c", call, "next"], env=environment, check=True)
+    lines = [json.loads(line) for line in (tmp_path / "figures.jsonl").read_text().splitlines()]
+    assert [(line["key"], line["by"]) for line in lines] == [
+        ("a", "killed"), ("b", "killed"), ("c", "killed"), ("d", "next"),
+    ]  # fmt: skip
 
 
 def test_what_is_not_permitted_or_not_there_is_no_failure(tmp_path: Path) -> None:
     refused = [sys.executable, "-c", "print('==ERROR== ERR_NVGPUCTRPERM'); raise SystemExit(1)"]
-    parts = [Part(name, run, 20, [], is_optional=True) for name, run in (("a", refused), ("b", ["no-such-program"]))]
-    assert run_call("C", lambda _scratch: parts, tmp_path, has_gpu=True)
-    assert {part.state for part in parts} == {"not permitted"}
+    some = [Part(name, run, 20, [], is_optional=True) for name, run in (("a", refused), ("b", ["no-such-program"]))]
+    assert run(some, tmp_path)
+    assert {part.state for part in some} == {"not permitted"}
+
+
+def test_the_planned_parts_come_first_and_the_others_when_these_are_done() -> None:
+    known = parts(Path())
+    first = [part.name for part in known if part.is_planned]
+    assert [part.name for part in chosen_parts(known, (), ())] == first
+    assert [part.name for part in chosen_parts(known, (), first[:-1])] == first[-1:]
+    assert {part.is_planned for part in chosen_parts(known, (), first)} == {False}
+    assert [part.name for part in chosen_parts(known, ("prompts",), first)] == ["prompts"]
+
+
+def test_results_of_each_device_are_in_a_folder_of_their_own() -> None:
+    assert folder_of("NVIDIA H200") == "gpu-h200"
+    assert folder_of("NVIDIA H100 80GB HBM3") == "gpu-h100-80gb-hbm3"
+    assert folder_of(None) == "rehearsal"
 
 
 def test_a_file_that_cannot_be_collected_is_an_exit_status(tmp_path: Path) -> None:
@@ -176,53 +247,108 @@ def test_figures_outlive_a_machine_that_is_taken_away(tmp_path: Path, capsys: py
     assert json.loads(capsys.readouterr().out) == {"key": "step", "step_ms": 1.5}
 
 
-def test_kernels_are_given_back(tmp_path: Path) -> None:
-    caches = [tmp_path / name for name in ("first", "second")]
-    (caches[0] / "hash").mkdir(parents=True)
-    (caches[0] / "hash" / "kernel.cubin").write_bytes(b"code")
-    KernelCache(caches[0], tmp_path).keep()
-    KernelCache(caches[1], tmp_path)
-    assert (caches[1] / "hash" / "kernel.cubin").read_bytes() == b"code"
+def test_compiled_kernels_and_choices_are_given_back(tmp_path: Path) -> None:
+    first, second = ([(tmp_path / name / kind, kind) for kind in ("triton", "graphdecode")] for name in "ab")
+    for file in (
+        first[0][0] / "hash" / "kernel.cubin",
+        first[1][0] / "cuda" / "key.cubin",
+        first[1][0] / "choices.json",
+    ):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(file.name)
+    KernelCache(first, tmp_path).keep()
+    KernelCache(second, tmp_path)
+    assert (second[0][0] / "hash" / "kernel.cubin").read_text() == "kernel.cubin"
+    assert (second[1][0] / "cuda" / "key.cubin").read_text() == "key.cubin"
+    assert (second[1][0] / "choices.json").read_text() == "choices.json"
 
 
-def test_no_part_touches_clocks_and_each_call_keeps_to_its_time(tmp_path: Path) -> None:
-    for parts_in in CALLS.values():
-        for part in parts_in(tmp_path):
-            assert not {"nvidia-smi", "nvsmi"} & {Path(word).name for word in part.command}
-            assert part.limit_s < CALL_S
-    first = [part.name for part in CALLS["A"](tmp_path)]
-    assert first[:3] == ["layer", "compile", "step llama-3.1-8b"]
+def test_the_plan_fits_its_time_tests_before_it_times_and_touches_no_clocks(tmp_path: Path) -> None:
+    first = planned(tmp_path)
+    assert sum(part.limit_s for part in first) <= TOTAL_S <= 550
+    names = [part.name for part in parts(tmp_path)]
+    assert len(set(names)) == len(names)
+    assert names[:4] == ["new kernels", "memcheck", "racecheck", "constants"]
+    subjects = {
+        "steps 8B",
+        "steps 8B quantized",
+        "steps 0.6B",
+        "steps 1B",
+        "programs",
+        "products",
+        "prompts",
+        "serving",
+    }
+    assert subjects <= set(names)
+    for part in parts(tmp_path):
+        assert part.limit_s < TOTAL_S
+        assert not {"nvidia-smi", "nvsmi"} & {Path(word).name for word in part.command}
+        modules = [word for word in part.command if word.startswith("gpu_checks.")]
+        assert all((ROOT / "tools" / f"{module.replace('.', '/')}.py").exists() for module in modules)
+        tests = [word for word in part.command if word.startswith("tests/")]
+        assert all((ROOT / test).exists() for test in tests)
+    assert all(part.rehearsal for part in first)
+
+
+def test_the_clock_under_load_is_the_median_of_whole_samples() -> None:
+    assert medians_of("1980, 3201, 400.5, 40\n1755, 3201, 690.0, 50\n1740, 3201, 695.0, 52\n17") == {
+        "sm_mhz": 1755, "memory_mhz": 3201, "watts": 690.0, "celsius": 50,
+    }  # fmt: skip
+    assert medians_of("") == {}
+
+
+@needs_nvrtc
+def test_the_kernels_of_the_constants_compile() -> None:
+    code = compile_constants("sm_90a")
+    assert all(name.encode() in code for name in KERNELS)
+
+
+@needs_nvrtc
+def test_kernels_that_note_where_and_when_their_blocks_ran_compile() -> None:
+    sizes = {
+        "WARPS": 4,
+        "TILES": 1,
+        "AHEAD": 8,
+        "PROGRAMS": 8,
+        "ROWS": 1,
+        "COLUMNS": 4096,
+        "DEPTH": 4096,
+        "WIDTH": 4096,
+    }
+    kinds = {"IS_BFLOAT": 1, "IS_FLOAT_OUT": 0, "IS_NORMED": 1, "EPILOGUE": "SILU", "STEP": 128}
+    defines = {f"SET_{name}": value for name, value in (sizes | kinds).items()}
+    assert b"traced" in compile_traced("skinny_linear.cu", defines, "sm_90a")
+
+
+def test_a_launch_is_summed_up_by_the_times_and_places_of_its_blocks() -> None:
+    records = np.array([[0, 1000, 3000], [0, 1500, 3500], [1, 1000, 5000]])
+    found = summary("product", records, 500)
+    times = {"first_begin": 0.5, "last_begin": 1.0, "first_end": 2.5, "last_end": 4.5, "block_us": 2.0}
+    places = {"processors": 2, "most_of_one": 2, "fewest_of_one": 1}
+    assert found == {"kernel": "product", "blocks": 3} | times | places
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_the_headline_is_rehearsed_with_torch_triton_and_numpy_alone_and_goes_on_where_it_was_cut_off(tmp_path):
+@pytest.mark.timeout(1500)
+def test_all_parts_are_rehearsed_with_torch_triton_and_numpy_alone_and_go_on_where_they_were_cut_off(tmp_path):
     """Nothing else can be imported. The second call measures what is not there, and nothing again."""
-    environment = os.environ | {WITHOUT: "1"}
-    command = [sys.executable, str(ROOT / "tools" / "gpu_check"), "A", str(tmp_path)]
+    environment = os.environ | {WITHOUT: "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    command = [sys.executable, str(ROOT / "tools" / "gpu_check"), "--out", str(tmp_path), "--seconds", "700"]
+    folder = tmp_path / "rehearsal"
 
-    def keys_of_a_call() -> list[str]:
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    def keys_of_a_call(*names: str) -> list[str]:
+        done = subprocess.run([*command, *names], env=environment, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout
-        return [json.loads(line)["key"] for line in (tmp_path / "figures.jsonl").read_text().splitlines()]
+        return [json.loads(line)["key"] for line in (folder / "figures.jsonl").read_text().splitlines()]
 
     keys = keys_of_a_call()
     assert len(keys) == len(set(keys))
-    assert keys.index("layer, batch 1") < keys.index("step llama-3.1-8b, batch 1, context 16")
-    assert {"step qwen3-0.6b, batch 1, context 32", "loop llama-3.2-1b, batch 2"} <= set(keys)
+    assert {each["state"] for each in json.loads((folder / "parts.json").read_text()) if each["is_planned"]} == {"ok"}
+    assert {"step qwen3-0.6b, batch 1, context 16", "step llama-3.1-8b:int8, batch 2, context 16"} <= set(keys)
+    assert {"environment", "prompt qwen3-0.6b, 24 tokens", "trace qwen3-0.6b, batch 1, context 512"} <= set(keys)
+    assert len(list(folder.iterdir())) <= 8
 
-    lines = (tmp_path / "figures.jsonl").read_text().splitlines()
-    left = [line for line, key in zip(lines, keys, strict=True) if not key.startswith("loop")]
-    (tmp_path / "figures.jsonl").write_text("\n".join(left) + "\n")
-    parts = json.loads((tmp_path / "A.json").read_text())
-    parts[3]["state"] = "over its 220 s"
-    (tmp_path / "A.json").write_text(json.dumps(parts))
-    added = keys_of_a_call()[len(left) :]
-    assert added == ["loop qwen3-0.6b, batch 1", "loop qwen3-0.6b, batch 2", "loops qwen3-0.6b"]
-
-
-def test_the_calls_have_parts_of_different_names_and_leave_no_more_than_eight_files(tmp_path: Path) -> None:
-    names = [part.name for parts_in in CALLS.values() for part in parts_in(tmp_path)]
-    assert len(set(names)) == len(names)
-    assert 2 * len(CALLS) <= 8
-    assert CALL_S < 9 * 60
+    lines = (folder / "figures.jsonl").read_text().splitlines()
+    left = [line for line, key in zip(lines, keys, strict=True) if not key.startswith("operator top")]
+    (folder / "figures.jsonl").write_text("\n".join(left) + "\n")
+    assert keys_of_a_call("operators")[len(left) :] == [key for key in keys if key.startswith("operator top")]

@@ -1,4 +1,4 @@
-"""The results of a call, in one archive that is always complete, and a summary."""
+"""The logs of all parts in one archive that is always complete, a summary, and what was compiled."""
 
 from __future__ import annotations
 
@@ -13,68 +13,85 @@ from pathlib import Path
 from gpu_checks.part import Part
 
 _REFRESH_S = 20.0
-KERNELS = "kernels.tar.xz"  # Triton's compiled kernels, for a later call
+KERNELS = "kernels.tar.xz"  # what Triton and NVRTC compiled, and the choices of products, for a later call
 _GROUP = "__grp__"  # files that name those of one kernel, with their folder
 _PARTS = (".cubin", ".json", ".so")  # what a launch reads; texts of the compiler's stages are left out
 
 
 class KernelCache:
-    """Triton's cache, kept as one file in a folder.
+    """The caches of compiled kernels and choices, kept as one file in a folder.
 
     Args:
-        cache: Triton's folder.
+        caches: folders, each with its name in the file.
         folder: of the file.
     """
 
-    def __init__(self, cache: Path, folder: Path) -> None:
-        self._cache, self._file = cache, folder / KERNELS
-        self._count = 0
+    def __init__(self, caches: list[tuple[Path, str]], folder: Path) -> None:
+        self._caches, self._file = caches, folder / KERNELS
+        self._known: list[tuple[str, int]] = []
         if self._file.exists():
-            with tarfile.open(self._file) as kept:
-                kept.extractall(cache, filter="data")
-            for group in cache.glob(f"*/{_GROUP}*"):
-                names = json.loads(group.read_text())["child_paths"]
-                found = {name: str(group.parent / name) for name in names if (group.parent / name).exists()}
-                group.write_text(json.dumps({"child_paths": found}))
-            self._count = self._entries()
+            for cache, name in caches:
+                self._give_back(cache, name)
+            self._known = self._state()
 
-    def _entries(self) -> int:
-        return sum(1 for _ in self._cache.iterdir()) if self._cache.exists() else 0
+    def _give_back(self, cache: Path, name: str) -> None:
+        with tarfile.open(self._file) as kept:
+            for member in kept:
+                top, _, rest = member.name.partition("/")
+                if top == name:
+                    kept.extract(member.replace(name=rest), cache, filter="data")
+        for group in cache.glob(f"*/{_GROUP}*"):
+            names = json.loads(group.read_text())["child_paths"]
+            found = {child: str(group.parent / child) for child in names if (group.parent / child).exists()}
+            group.write_text(json.dumps({"child_paths": found}))
+
+    def _files(self) -> list[tuple[Path, str]]:
+        """Return the files to keep, with their names in the archive."""
+        found = (
+            (path, f"{name}/{path.relative_to(cache)}") for cache, name in self._caches for path in cache.rglob("*")
+        )
+        return sorted((path, name) for path, name in found if path.suffix in _PARTS and path.is_file())
+
+    def _state(self) -> list[tuple[str, int]]:
+        return [(name, path.stat().st_mtime_ns) for path, name in self._files()]
 
     def keep(self) -> None:
-        """Write the file again if something was compiled."""
-        if self._entries() == self._count:
+        """Write the file again if something was added."""
+        state = self._state()
+        if state == self._known:
             return
-        self._count = self._entries()
+        self._known = state
         temporary = self._file.with_name(f".{KERNELS}")
         with tarfile.open(temporary, "w:xz", preset=1) as kept:
-            for path in sorted(self._cache.glob("*/*")):
-                if path.suffix in _PARTS and path.is_file():
-                    kept.add(path, arcname=str(path.relative_to(self._cache)))
+            for path, name in self._files():
+                kept.add(path, arcname=name)
         os.replace(temporary, self._file)
 
 
 class Archive:
-    """`CALL.tar.gz` and `CALL.json` in a folder; each is replaced as a whole.
+    """`logs.tar.gz` and `parts.json` in a folder; each is replaced as a whole.
 
     Args:
-        call: "A" to "D".
-        scratch: the archive's content: logs and files of the parts.
+        scratch: the archive's content: logs and files of the parts; those of earlier calls are put there.
     """
 
-    def __init__(self, folder: Path, call: str, scratch: Path) -> None:
+    SUMMARY, LOGS = "parts.json", "logs.tar.gz"
+
+    def __init__(self, folder: Path, scratch: Path) -> None:
         self.folder = folder
-        self._path, self._summary = folder / f"{call}.tar.gz", folder / f"{call}.json"
-        self._call, self._scratch = call, scratch
+        self._path, self._summary = folder / self.LOGS, folder / self.SUMMARY
+        self._scratch = scratch
         self._refreshed = time.monotonic()
+        if self._path.exists():
+            with tarfile.open(self._path) as earlier:
+                earlier.extractall(scratch, filter="data")
 
     def refresh(self, parts: Iterable[Part]) -> None:
         """Write both files."""
         summary = json.dumps([asdict(part) for part in parts], indent=1)
-        (self._scratch / "summary.json").write_text(summary)
         temporary = self._path.with_name(f".{self._path.name}")
         with tarfile.open(temporary, "w:gz") as archive:
-            archive.add(self._scratch, arcname=f"gpu-check-{self._call}")
+            archive.add(self._scratch, arcname=".")
         os.replace(temporary, self._path)
         temporary.write_text(summary)
         os.replace(temporary, self._summary)

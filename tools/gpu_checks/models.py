@@ -19,6 +19,7 @@ from graphdecode.models.model_path import SHAPE_PREFIX
 from graphdecode.models.shapes import SHAPES
 from graphdecode.profiling.latency import STEPS_PER_STAGING
 
+SETTINGS: dict[str, Any] = {"dtype": "bfloat16", "prefix_cache": False, "model_impl": "native"}
 SMALL = {"hidden_size": 256, "intermediate_size": 512, "vocab_size": 512, "num_attention_heads": 4}
 
 
@@ -42,10 +43,14 @@ def runner_of(
         max_sequence_length=longest,
         batch_sizes=sorted(set(batch_sizes)),
         total_num_pages=max(batch_sizes) * (-(-longest // 16) + 1),
-        **options,
     )
-    settings: dict[str, Any] = {"device": device, "dtype": "bfloat16", "prefix_cache": False, "model_impl": "native"}
-    return load_runner(shape, config, quantize=quantize, **settings)
+    return load_runner(shape, config, quantize=quantize, device=device, **SETTINGS, **options)
+
+
+def prompt_runner_of(shape: str, longest: int, device: str, quantize: str | None = None) -> Runner:
+    """Return a runner in bf16 for one prompt, not captured yet."""
+    config = BucketConfig(max_batch_size=1, max_sequence_length=longest + 16)
+    return load_runner(shape, config, quantize=quantize, device=device, **SETTINGS)
 
 
 def with_choices(part: Any, change: Callable[[LinearChoice], LinearChoice | None]) -> Any:

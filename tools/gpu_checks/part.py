@@ -1,4 +1,4 @@
-"""A part of a call: a process with a time limit."""
+"""A part of the check: a process with a time limit."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ class Part:
         rehearsal: a small version for a CPU; may be empty.
         state: "not run", "ok", "failed (CODE)", "over its LIMIT s", "no time left", "could not start", "not permitted".
         is_optional: where it is missing or not permitted, nothing is wrong.
+        is_planned: whether it is among the parts of a first call, whose limits are their budgets.
         on_gpu: whether it was run, or rehearsed.
         seconds: that it took.
         tail: of what it said.
@@ -38,6 +39,7 @@ class Part:
     limit_s: float
     rehearsal: list[str]
     is_optional: bool = False
+    is_planned: bool = True
     state: str = "not run"
     on_gpu: bool = False
     seconds: float = 0.0

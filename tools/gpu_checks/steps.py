@@ -1,145 +1,186 @@
-"""Step times compared with the measured floor, a trace of one replay, and steps without single optimizations.
+"""Steps beside the measured floor, with CUDA C++ and as they were without, in turns, and the clock meanwhile.
 
-python -m gpu_checks.steps DEVICE SHAPE[:QUANTIZE] BATCH_SIZES CONTEXTS   known figures are not measured again
-
-With GRAPHDECODE_NVRTC=0 the steps of Triton's kernels alone, under names of their own.
+python -m gpu_checks.steps DEVICE SHAPE [--weights bf16,int8] [--rows 1,8,64] [--context 512] [--layers N]
+    [--variants "CUDA C++" ...]      known figures are not measured again
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import statistics
-import sys
-import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 
 import gpu_checks.absent  # noqa: F401 (first)
+from gpu_checks.clock import ClockUnderLoad
 from gpu_checks.figures import Figures
 from gpu_checks.models import runner_of, shape_of
-from gpu_checks.models import variant as variant_of
 from graphdecode.buckets import StepShape
 from graphdecode.engine.runner import LaunchPlan, Runner
-from graphdecode.kernels.cuda.nvrtc import SWITCH
-from graphdecode.linear.linear_choice import LinearChoice
+from graphdecode.engine.steps import RowInputs, RowSampling
+from graphdecode.kernels.cuda import decode_attention, nvrtc
 from graphdecode.profiling.environment import read_bandwidth
-from graphdecode.profiling.latency import STEPS_PER_STAGING, LatencyProfiler, rows_at, step_bytes
+from graphdecode.profiling.latency import LatencyProfiler, rows_at, step_bytes
 
 STEPS, ROUNDS = 48, 3
-LOOP_STEPS = 8
-
-
-def _changed(choice: LinearChoice, **changed: Any) -> LinearChoice:
-    return choice if choice.config is None else replace(choice, config=choice.config._replace(**changed))
-
-
-VARIANTS: dict[str, Callable[[LinearChoice], LinearChoice | None]] = {
-    "cuBLAS alone": lambda _: None,
-    "without prefetch": partial(_changed, prefetch=False),
-    "without early start": partial(_changed, pdl=False),
+# what the environment says while a model is loaded and captured
+VARIANTS: dict[str, dict[str, str]] = {
+    "CUDA C++": {},
+    "attention by clusters": {decode_attention.SWITCH: "1"},
+    "Triton alone": {nvrtc.SWITCH: "0"},
+    "8-bit keys": {},
+    "sampled": {},
 }
+DEFAULT = ("CUDA C++", "attention by clusters", "Triton alone")
+OPTIONS: dict[str, dict[str, Any]] = {"8-bit keys": {"kv_cache_dtype": "fp8"}}
 
 
-def step_ms(runner: Runner, rows: Sequence[Any]) -> tuple[float, float]:
+@contextmanager
+def environment_of(variant: str) -> Iterator[None]:
+    """Have the environment of a variant; what read it before reads it again."""
+    remembered = (nvrtc.unavailable_reason, decode_attention.has_clusters)
+
+    def forget() -> None:
+        for function in remembered:
+            function.cache_clear()
+
+    with mock.patch.dict(os.environ, VARIANTS[variant]):
+        forget()
+        try:
+            yield
+        finally:
+            forget()
+
+
+def spans_of(runner: Runner, rows: Sequence[RowInputs]) -> list[tuple[str, float, float]]:
+    """Return the kernels of one replay, by their ends, each with begin and end in us; on a CPU its operators."""
+    is_cpu = runner.is_cpu
+    activity = torch.profiler.ProfilerActivity.CPU if is_cpu else torch.profiler.ProfilerActivity.CUDA
+    runner.stage(rows)
+    runner.launch(LaunchPlan(StepShape(len(rows))))
+    if not is_cpu:
+        torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[activity]) as profile:
+        runner.read(runner.launch(LaunchPlan(StepShape(len(rows)))))
+    kind = torch.autograd.DeviceType.CPU if is_cpu else torch.autograd.DeviceType.CUDA
+    events = [each for each in profile.events() if each.device_type == kind]
+    found = sorted((each.time_range.end, each.time_range.start, each.name[:60]) for each in events)
+    origin = min((begin for _, begin, _ in found), default=0.0)
+    return [(name, float(begin - origin), float(end - origin)) for end, begin, name in found]
+
+
+def kernel_times(runner: Runner, rows: Sequence[RowInputs]) -> dict[str, tuple[int, float]]:
+    """Return how often one replay launches each kernel, and by how many microseconds these lengthen it, longest first.
+
+    A kernel that starts early lengthens the step by what lies between the ends of the one before and its own.
+    """
+    added: Counter[str] = Counter()
+    launches: Counter[str] = Counter()
+    before = 0.0
+    for name, _, end in spans_of(runner, rows):
+        launches[name] += 1
+        added[name] += end - before  # type: ignore[assignment]
+        before = end
+    return {name: (launches[name], float(taken)) for name, taken in added.most_common(14)}
+
+
+def step_ms(runner: Runner, rows: Sequence[RowInputs]) -> tuple[float, float]:
     """Return the median time of a step, and the host's microseconds for a launch."""
     launch_us, times, _ = LatencyProfiler(runner, steps=STEPS).replayed(rows)
     return statistics.median(times), statistics.median(launch_us)
 
 
-def kernel_times(runner: Runner, rows: Sequence[Any]) -> dict[str, tuple[int, float]]:
-    """Return how often one replay launches each kernel, and by how many microseconds these lengthen it, longest first.
-
-    A kernel that starts early lengthens the step by what lies between the ends of the one before and its own.
-    """
-    runner.stage(rows)
-    runner.launch(LaunchPlan(StepShape(len(rows))))
-    torch.cuda.synchronize()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        runner.launch(LaunchPlan(StepShape(len(rows))))
-        torch.cuda.synchronize()
-    on_device = (each for each in profile.events() if each.device_type == torch.autograd.DeviceType.CUDA)
-    spans = sorted((each.time_range.end, each.time_range.start, each.name) for each in on_device)
-    added: Counter[str] = Counter()
-    launches = Counter(name[:60] for *_, name in spans)
-    before = spans[0][1] if spans else 0.0
-    for end, _, name in spans:
-        added[name[:60]] += end - before  # type: ignore[assignment]
-        before = end
-    return {name: (launches[name], float(taken)) for name, taken in added.most_common(14)}
+def sampled(rows: Sequence[RowInputs]) -> list[RowInputs]:
+    """Return rows that draw their tokens, with top-k and top-p."""
+    drawn: dict[str, Any] = {"temperature": 0.8, "top_k": 50, "top_p": 0.9}
+    return [
+        replace(row, sampling=RowSampling(last_position=row.sampling.last_position, seed=place, **drawn))
+        for place, row in enumerate(rows)
+    ]
 
 
-def measure(device: str, name: str, batch_sizes: Sequence[int], contexts: Sequence[int], figures: Figures) -> None:
-    """Measure the steps of all points, then variants, then loops."""
-    is_cuda = device == "cuda"
-    plain, _, quantize = name.partition(":")
-    is_triton_alone = os.environ.get(SWITCH) == "0"
-    name += ", Triton alone" * is_triton_alone
-    shape = shape_of(plain, is_small=not is_cuda)
-    points = [(bucket, context) for bucket in batch_sizes for context in contexts]
-    runner = runner_of(shape, batch_sizes, max(contexts), device, quantize or None)
-    runner.graphs.capture(progress=False)
-
-    def add(key: str, measured: Runner, bucket: int, context: int, **more: Any) -> None:
-        with rows_at(measured, bucket, context) as rows:
-            found = [(read_bandwidth(device, repeats=2), *step_ms(measured, rows)) for _ in range(ROUNDS)]
-            bandwidth, taken_ms, host_us = map(statistics.median, zip(*found, strict=True))
-            floor_ms = 1000 * step_bytes(measured, bucket, context) / bandwidth
-            took = {"step_ms": taken_ms, "floor_ms": floor_ms, "times_floor": taken_ms / floor_ms}
-            kernels = {"kernels_us": kernel_times(measured, rows)} if is_cuda and not more else {}
-        figures.add(key, **took, host_us=host_us, read_bandwidth=bandwidth, **kernels, **more)
-
-    for bucket, context in points:
-        key = f"step {name}, batch {bucket}, context {context}"
-        if key not in figures:
-            add(key, runner, bucket, context)
-    if f"products {name}" not in figures:
-        figures.add(f"products {name}", **{str(rows): runner.model.linear_choices(rows) for rows in batch_sizes})
-    last = f"step {name}, batch {batch_sizes[-1]}, context {contexts[0]}, {[*VARIANTS][-1]}"
-    if not (quantize or is_triton_alone) and last not in figures:
-        for variant, change in VARIANTS.items():
-            other = variant_of(runner, change)
-            for bucket in batch_sizes:
-                key = f"step {name}, batch {bucket}, context {contexts[0]}, {variant}"
-                if key not in figures:
-                    add(key, other, bucket, contexts[0], variant=variant)
-            other.close()
-    runner.close()
-    if not (quantize or is_triton_alone) and f"loops {name}" not in figures:
-        _loops(device, name, shape, (batch_sizes[0], batch_sizes[-1]), contexts[0], figures)
+def measure_point(runners: dict[str, Runner], key: str, rows: int, context: int, figures: Figures) -> None:
+    """Measure a step with all variants in turn; the first is whole, the others stand beside it."""
+    first = next(iter(runners.values()))
+    device = first.model.device
+    times: dict[str, list[tuple[float, float]]] = {variant: [] for variant in runners}
+    bandwidths = []
+    with ClockUnderLoad() as clock:
+        for _ in range(ROUNDS):
+            bandwidths.append(read_bandwidth(device, repeats=2))
+            for variant, runner in runners.items():
+                with rows_at(runner, rows, context) as staged:
+                    times[variant].append(step_ms(runner, sampled(staged) if variant == "sampled" else staged))
+    bandwidth = statistics.median(bandwidths)
+    for variant, runner in runners.items():
+        taken_ms, host_us = (statistics.median(values) for values in zip(*times[variant], strict=True))
+        floor_ms = 1000 * step_bytes(runner, rows, context) / bandwidth
+        found: dict[str, Any] = {"step_ms": taken_ms, "floor_ms": floor_ms, "times_floor": taken_ms / floor_ms}
+        if not runner.is_cpu:
+            with rows_at(runner, rows, context) as staged:
+                found["kernels_us"] = kernel_times(runner, staged)
+        suffix = "" if runner is first else f", {variant}"
+        figures.add(key + suffix, **found, host_us=host_us, read_bandwidth=bandwidth, clock=clock.medians())
 
 
-def _loops(device: str, name: str, shape: str, buckets: Sequence[int], context: int, figures: Figures) -> None:
-    """Time launches of several steps, compared with the known time of single steps."""
-    runner = runner_of(shape, buckets, context, device, steps_per_launch=LOOP_STEPS)
-    runner.graphs.capture(progress=False)
-    for bucket in buckets:
-        times = []
-        with rows_at(runner, bucket, context) as rows:
-            for _ in range(2 * ROUNDS):
-                runner.stage(rows)
-                began = time.perf_counter()
-                for _ in range(STEPS_PER_STAGING // LOOP_STEPS):
-                    launch = runner.launch(LaunchPlan(StepShape(bucket), LOOP_STEPS))
-                runner.read(launch)
-                times.append(1e3 * (time.perf_counter() - began) / (STEPS_PER_STAGING // LOOP_STEPS * LOOP_STEPS))
-        loop_ms = statistics.median(times[1:])
-        single_ms = figures.known[f"step {name}, batch {bucket}, context {context}"]["step_ms"]
-        figures.add(f"loop {name}, batch {bucket}", loop_ms=loop_ms, single_ms=single_ms, ratio=loop_ms / single_ms)
-    chosen = {str(each.bucket): (each.loop, each.loop_reason) for each in runner.graphs.report().buckets}
-    figures.add(f"loops {name}", kinds=chosen)
-    runner.close()
+def name_of(shape: str, layers: int | None, weights: str) -> str:
+    """Return a model's name in figures, such as "llama-3.1-8b, 8 layers:int8"."""
+    return shape + (f", {layers} layers" if layers else "") + (f":{weights}" if weights != "bf16" else "")
+
+
+def measure(
+    device: str, shape: str, weights: str, rows: Sequence[int], variants: Sequence[str], figures: Figures,
+    *, context: int, layers: int | None = None,
+) -> None:  # fmt: skip
+    """Measure the steps of a shape with one kind of weights, and note what was chosen for its products."""
+    name = name_of(shape, layers, weights)
+    last = variants[-1]
+    keys = {count: f"step {name}, batch {count}, context {context}" for count in rows}
+    missing = [count for count, key in keys.items() if (key if len(variants) == 1 else f"{key}, {last}") not in figures]
+    if not missing:
+        return
+    path, quantize = shape_of(shape, layers=layers, is_small=device != "cuda"), None if weights == "bf16" else weights
+    runners: dict[str, Runner] = {}
+    for variant in variants:
+        with environment_of(variant):
+            runners[variant] = runner_of(path, rows, context, device, quantize, **OPTIONS.get(variant, {}))
+            runners[variant].graphs.capture(progress=False)
+    for variant, runner in runners.items():
+        products = {str(count): runner.model.linear_choices(count) for count in rows}
+        figures.add(f"products {name}, {variant}", **products)
+    for count in missing:
+        measure_point(runners, keys[count], count, context, figures)
+    for runner in runners.values():
+        runner.close()
+
+
+def numbers(text: str) -> list[int]:
+    """Return the numbers of a list with commas."""
+    return [int(number) for number in text.split(",")]
 
 
 def main() -> None:
     """Measure the steps of the arguments."""
-    device, name, *sizes = sys.argv[1:]
-    batch_sizes, contexts = ([int(size) for size in given.split(",")] for given in sizes)
-    measure(device, name, batch_sizes, contexts, Figures())
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("device")
+    parser.add_argument("shapes")
+    parser.add_argument("--weights", default="bf16")
+    parser.add_argument("--rows", type=numbers, default=[1, 8, 64])
+    parser.add_argument("--context", type=int, default=512)
+    parser.add_argument("--layers", type=int)
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=DEFAULT)
+    given, figures = parser.parse_args(), Figures()
+    sizes = {"context": given.context, "layers": given.layers}
+    for shape in given.shapes.split(","):
+        for weights in given.weights.split(","):
+            measure(given.device, shape, weights, given.rows, given.variants, figures, **sizes)
 
 
 if __name__ == "__main__":

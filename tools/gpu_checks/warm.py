@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 import gpu_checks.absent  # noqa: F401 (first)
-from gpu_checks.calls import SHAPES_OF_STEPS
 from gpu_checks.models import runner_of, shape_of
+from gpu_checks.plan import SHAPES_OF_STEPS
 from graphdecode.kernels.linear.small_linear import SmallLinearConfig, candidates, small_linear
 from graphdecode.linear import linear_choice
 from graphdecode.linear.small_linear_timing import FusedForm
