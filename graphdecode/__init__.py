@@ -43,9 +43,12 @@ if TYPE_CHECKING:  # for type checkers and editors; a test holds this and `_MODU
     from graphdecode.text import LLM as LLM
     from graphdecode.text import AsyncLLM as AsyncLLM
     from graphdecode.text import CompletionOutput as CompletionOutput
+    from graphdecode.text import EmbeddingRequestOutput as EmbeddingRequestOutput
     from graphdecode.text import Logprob as Logprob
     from graphdecode.text import LoRARequest as LoRARequest
+    from graphdecode.text import PoolingParams as PoolingParams
     from graphdecode.text import RequestOutput as RequestOutput
+    from graphdecode.text import ScoringRequestOutput as ScoringRequestOutput
 
     __version__: str
 
@@ -113,7 +116,17 @@ _NAMES = {  # module -> the public names that it has
         "TransformerLayer",
         "apply_rotary_pos_emb",
     ),
-    "text": ("AsyncLLM", "CompletionOutput", "LLM", "LoRARequest", "Logprob", "RequestOutput"),
+    "text": (
+        "AsyncLLM",
+        "CompletionOutput",
+        "EmbeddingRequestOutput",
+        "LLM",
+        "LoRARequest",
+        "Logprob",
+        "PoolingParams",
+        "RequestOutput",
+        "ScoringRequestOutput",
+    ),
 }
 _KERNELS = os.path.join(os.path.dirname(__file__), "kernels")
 if os.path.isfile(_KERNELS) and util.find_spec("graphdecode.kernels") is None:

@@ -9,7 +9,7 @@ from graphdecode.errors import ArgumentError
 
 QUERY_WIDTHS = (2, 4, 8)  # queries per row of steps with drafts
 MOST_DRAFTS = QUERY_WIDTHS[-1] - 1
-KINDS = ("steps", "prompts", "mixed")
+KINDS = ("steps", "prompts", "mixed", "pooled")
 HALVES = ("logits", "choose")
 
 
@@ -110,6 +110,7 @@ class StepShape(NamedTuple):
     prompt_tokens: int = 0  # in the same pass
     part: str = "whole"  # or a half: "logits", or "choose", which samples after the host has computed masks
     has_adapters: bool = False  # whether any row has an adapter; else products skip adapters
+    pools: bool = False  # a pass with only prompts also pools their hidden states
 
     @property
     def tokens(self) -> int:
@@ -121,7 +122,7 @@ class StepShape(NamedTuple):
         """One of KINDS."""
         if not self.prompt_tokens:
             return "steps"
-        return "mixed" if self.rows else "prompts"
+        return "mixed" if self.rows else "pooled" if self.pools else "prompts"
 
     @property
     def halves(self) -> tuple[StepShape, StepShape]:
@@ -139,7 +140,8 @@ class StepShape(NamedTuple):
 
     def __str__(self) -> str:
         if not self.rows:
-            return f"the pass of {self.prompt_tokens} prompt tokens" + ", adapters" * self.has_adapters
+            rest = ", adapters" * self.has_adapters + ", pooled" * self.pools
+            return f"the pass of {self.prompt_tokens} prompt tokens{rest}"
         beside = f" + {self.prompt_tokens} prompt tokens" if self.prompt_tokens else ""
         suffix = ("" if self.part == "whole" else f", {self.part}") + ", adapters" * self.has_adapters
         return f"bucket {self.rows}" + f" x {self.queries}" * (self.queries > 1) + beside + suffix
@@ -163,8 +165,8 @@ class ShapeLadder:
 
     @property
     def at_startup(self) -> list[StepShape]:
-        """The shapes captured at startup: no halves, and no passes with only prompts if there are mixed steps."""
-        return self.of(*(("steps", "mixed") if self.of("mixed") else KINDS))
+        """The shapes captured at startup: whole steps, and mixed ones or else passes with only prompts."""
+        return self.of("steps", "mixed" if self.of("mixed") else "prompts")
 
     def fit(self, requested: StepShape) -> StepShape | None:
         """Return the smallest shape for a step; None if it has too many prompt tokens.

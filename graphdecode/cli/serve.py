@@ -114,7 +114,7 @@ def settings_per_engine(settings: EngineConfig, replicas: ReplicaConfig) -> Engi
 
 @with_options("serving", (ServerConfig,), *_SERVER_OPTIONS)
 @with_options("scale", (ReplicaConfig,), "count", "autoscale", "ray_address", "direct")
-@with_settings("max_batch_size", "max_sequence_length", *MODEL_OPTIONS)
+@with_settings("max_batch_size", "max_sequence_length", "pooling", *MODEL_OPTIONS)
 def serve(
     overrides: dict[str, Any],
     serving: dict[str, Any],

@@ -181,6 +181,12 @@ class EngineConfig:
         "nor on how its prompt is chunked, shared or recomputed. Prefill is slower; a CPU needs a C compiler.",
     )
     prefix_cache: bool = _model(True, BOOLEAN, "Reuse the cached pages of prompts with a common prefix.")
+    pooling: str = _model(
+        "auto",
+        one_of("auto", "last", "mean"),
+        "Hidden states of a prompt that embeddings are made of: its last token's, or the mean of all; auto is what the "
+        "checkpoint's files of sentence-transformers say, else last.",
+    )
     tensor_parallel_size: int = _model(
         1,
         integer(1, 64),

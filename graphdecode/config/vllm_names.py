@@ -65,7 +65,7 @@ _REPLICAS = Unsupported("`graphdecode serve --replicas N` runs several engines; 
 _LORA = Unsupported("adapters have the model's dtype; those without a slot stay in host memory", (None, False, "auto"))
 _NO_PROMPT_ADAPTER = Unsupported("there are no prompt adapters; lora_request takes LoRA adapters", (None, False))
 _NO_MEDIA = Unsupported("only text models are supported", (None, "", False))
-_NO_POOLING = Unsupported("models only generate: there are no embeddings or scores")
+_NO_POOLING = Unsupported('pooling="last" or "mean" says which hidden states embeddings are made of')
 _FOLDER = Unsupported("give the folder of what `hf download MODEL --revision REVISION` fetched as the model")
 _INTERNAL = Unsupported(  # with vLLM's defaults
     "this is internal to vLLM, and has no counterpart here",
@@ -261,7 +261,12 @@ CALL_KEYWORDS: dict[str, Unsupported] = {
     "data_parallel_rank": _REPLICAS._replace(neutral=(None,)),
     **each_of("trace_headers prompt_text session_id kv_hints reasoning_ended reasoning_parser_kwargs", _INTERNAL),
 }
-_POOLING = "there is none: " + _NO_POOLING.instead
+# of LLM.embed and score
+POOLING_KEYWORDS: dict[str, Unsupported] = {
+    "tokenization_kwargs": Unsupported("truncate_prompt_tokens=... cuts prompts", (None, {})),
+    "chat_template": Unsupported("the checkpoint's template is used, if it knows queries and documents"),
+}
+_POOLING = "there is none: LLM.embed and LLM.score pool hidden states"
 _WORKERS = "there is none: no worker takes calls; LLM.model and LLM.engine are the objects themselves"
 _IN_LLM = "AsyncLLM.llm, an LLM, has it"
 _PROFILE = "there is none: `graphdecode profile` measures each bucket, with --trace as a Chrome trace"
@@ -300,7 +305,8 @@ LLM_METHODS: dict[str, str] = {  # methods of vLLM's LLM and AsyncLLM -> what to
     **each_of("init_weight_transfer_engine shutdown_weight_transfer_engine", _UPDATES),
     **each_of("start_weight_update start_draft_weight_update finish_weight_update", _UPDATES),
     **each_of("update_weight_version get_weight_version", _UPDATES),
-    **each_of("embed encode score classify reward", _POOLING),
+    **each_of("embed score", _IN_LLM),
+    **each_of("encode classify reward", _POOLING),
     **each_of("collective_rpc apply_model", _WORKERS),
     **each_of("start_profile stop_profile", _PROFILE),
     "get_metrics": "LLM.stats has counts, and RequestOutput.metrics times",

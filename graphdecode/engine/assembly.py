@@ -125,6 +125,7 @@ def make_runner(
         cache.null_state_row,
         cache.rolling,
         cache.draft_state_row,
+        "mean" if settings.pooling == "mean" else "last",
     )
     around = (lambda _: nullcontext()) if ranks is None else ranks.collectives.captured
     runner = runner_class(setting, cache, capacity, step=step or step_of(settings, draft), around=around)

@@ -70,6 +70,8 @@ class Engine:
             self.cache.page_size,
             runner.setting.sampling_capacity,
             self.model.config.max_position_embeddings,
+            self.model.hidden_size,
+            0 if runner.label_rows is None else len(runner.label_rows),
         )
         self.adapters = EngineAdapters(self.model.adapters, runner.write_adapter, self._holding_weights)
         self.scheduler = Scheduler(self.cache, self.adapters, max_batch_size=runner.buffers.max_batch_size)
@@ -131,7 +133,10 @@ class Engine:
         stop_ids, masked_only_ids = rules.stop_ids(params), rules.masked_only_ids(params)
         constraint, mask = self._constraint(request, constraint, stop_ids)
         request_id, max_length = next(self._request_ids), self.capacity.token_limit
-        if params.max_tokens is not None:
+        if request.pools:
+            rules.check_pools(scores=request.scores)
+            max_length = len(tokens)
+        elif params.max_tokens is not None:
             max_length = min(len(tokens) + params.max_tokens, max_length)
         sampled = params
         if constraint is not None:  # which handles min_tokens itself
@@ -161,6 +166,8 @@ class Engine:
             constraint=constraint,
             adapter=adapter,
             prefix_root=prefix_root(None if adapter is None else adapter.number, request.cache_salt),
+            pooling=self.runner.setting.pooling if request.pools else None,
+            label_rows=self.runner.label_rows if request.scores else None,
         )
         self._sequences[request_id] = sequence
         if adapter is not None:

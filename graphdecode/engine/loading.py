@@ -25,6 +25,7 @@ from graphdecode.extensions import load_modules
 from graphdecode.graphs import CaptureError
 from graphdecode.memory import check_can_reserve, collector_paused
 from graphdecode.models import load_model, resolve_device, resolve_dtype
+from graphdecode.models.sentence_transformers import sentence_files_of
 
 
 def load_runner(
@@ -73,7 +74,12 @@ def load_runner(
     draft = None
     if settings.speculation == "model" and settings.draft_model is not None:
         draft = load(settings.draft_model, dtype=str(decoder.dtype).removeprefix("torch."))
+    files = sentence_files_of(model)
+    if settings.pooling == "auto":
+        settings = settings.with_settings(pooling=files.pooling)
     runner = make_runner(decoder, settings, draft=draft, ranks=ranks)
+    if files.label_ids is not None:
+        runner.keep_labels(files.label_ids)
     runner.damaged_tensor = partial(damaged_tensor, model)
     options["dtype"] = str(decoder.dtype).removeprefix("torch.")
     runner.reload = WeightReload(model, decoder, partial(load, **options), settings)

@@ -86,7 +86,8 @@ class OutputProcessor:
         if sequence.params.prompt_logprobs is not None and not sequence.prompt_reported:
             scores, sequence.prompt_reported = sequence.prompt_logprobs, True
         outcome = (finish_reason, sequence.stop_reason, metrics, error, scores, sequence.is_complete)
-        self.events.append(Event(sequence.request_id, tokens, logprobs, *outcome, sequence.error_code))
+        embedding = sequence.embedding if error is None else None
+        self.events.append(Event(sequence.request_id, tokens, logprobs, *outcome, sequence.error_code, embedding))
 
     def failed(self, sequence: Sequence, reason: int | Exception) -> str:
         """End a sequence, see `Sequence.fail`, and return the message, with the cause if that is known."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import time
 
+import numpy as np
+
 from graphdecode.engine.chunk_budget import ChunkBudget
 from graphdecode.engine.metrics import EngineStats
 from graphdecode.engine.outputs import OutputProcessor, token_logprobs
@@ -52,8 +54,10 @@ class PromptScheduler:
             self.compute()
             chunks = [(sequence, chunk) for sequence, chunk in chunks if not sequence.finished]
         for sequence in self._scheduler.prefilled(chunks):  # no token was to be generated
-            sequence.finish_reason = "length"
+            sequence.finish_reason = "length" if sequence.pooling is None else "stop"
             unknown = any(math.isnan(entry.sampled) for entry in sequence.prompt_logprobs)
+            if sequence.pooled is not None:
+                unknown = not np.isfinite(sequence.pooled).all()
             self._outputs.emit(sequence, [], None, self._outputs.failed(sequence, WITHOUT_NUMBERS) if unknown else None)
 
     def can_mix(self, rows: int) -> bool:
@@ -89,7 +93,15 @@ class PromptScheduler:
             self._outputs.fail_some([sequence for sequence, _ in pending], alone, error)
 
     def _run(self, pending: list[tuple[Sequence, PromptChunk]]) -> None:
-        began, chunks = time.perf_counter(), [chunk for _, chunk in pending]
+        began, scored = time.perf_counter(), [each for each in pending if each[1].scored]
+        pooled = [each for each in pending if each[1].pools]
+        # a pass gives logits or hidden states
+        for each in (scored, [each for each in pending if not each[1].scored]) if scored and pooled else (pending,):
+            self._pass(each)
+        self._stats.prefill_seconds += time.perf_counter() - began
+
+    def _pass(self, pending: list[tuple[Sequence, PromptChunk]]) -> None:
+        chunks = [chunk for _, chunk in pending]
         self._runner.stage(chunks=chunks)
         scores_of_chunks = self._runner.launch(LaunchPlan.of_chunks(chunks)).scores
         self._scheduler.save_states(pending)
@@ -97,7 +109,11 @@ class PromptScheduler:
             if scores is not None:
                 entries = [token_logprobs(scores, index, chunk.num_logprobs) for index in range(len(chunk.token_ids))]
                 sequence.prompt_logprobs[chunk.start :] = entries[: sequence.prompt_length - 1 - chunk.start]
-        self._stats.prefill_seconds += time.perf_counter() - began
+        if any(chunk.pools for chunk in chunks):
+            rows = self._runner.prompts.read_pooled(len(chunks))
+            for (sequence, chunk), row in zip(pending, rows, strict=True):
+                if chunk.pools:
+                    sequence.pooled = row if sequence.pooled is None else sequence.pooled + row
 
     def reset(self) -> None:
         """Drop all chunks."""

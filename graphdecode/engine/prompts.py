@@ -38,6 +38,7 @@ class PromptChunk:
     memory: SequenceMemory  # includes pages for these tokens
     scored: Sequence[int] = ()  # the successor of each token, if log-probabilities are requested
     num_logprobs: int = 0  # number of top tokens for each
+    pools: bool = False  # whether its hidden states are pooled
 
     @property
     def end(self) -> int:
@@ -61,6 +62,8 @@ class PromptSlots(StepSlots):
     rolling_table: Annotated[Tensor | None, SlotField(("rows", "pages"), torch.int32, "null_rolling_page", _CHUNKS)] = (
         None
     )
+    # float32 [b, hidden], the last token's hidden state, or the sum of all; None: the model gives none
+    pooled: Annotated[Tensor | None, SlotField(("rows", "hidden"), torch.float32)] = None
 
 
 class Prompts:
@@ -78,7 +81,7 @@ class Prompts:
         self.max_tokens = max_tokens = setting.prefill_tokens
         self._rows = rows = min(setting.config.max_batch_size, max_tokens)
         device = self._model.device
-        sizes = setting.slot_sizes | {"rows": rows, "rows+1": rows + 1}
+        sizes = setting.slot_sizes | {"rows": rows, "rows+1": rows + 1, "hidden": self._model.hidden_size}
         self.buffers = StepBuffers(PromptSlots, max_batch_size=max_tokens, device=device, sizes=sizes)
         self._most_logprobs = min(setting.config.max_logprobs, self._model.config.vocab_size)
         self._attention = None
@@ -92,6 +95,8 @@ class Prompts:
             adopt_model(self.buffers, self._model, self._caches)
             if setting.config.backend != "eager":
                 self.shapes = prompt_shapes(device.type, max_tokens)
+                if self._model.hidden_size is not None:
+                    self.shapes += [shape._replace(pools=True) for shape in self.shapes]
 
     def chunks(self, shape: StepShape, rows: int | None = None) -> Chunks:
         """Return the slots, narrowed to a shape's tokens and some chunks (None: all); the last may be padding."""
@@ -113,6 +118,23 @@ class Prompts:
     def run(self, chunks: Chunks, *, with_logits: bool = False) -> Any:
         """Compute keys and values of some chunks; `with_logits`, return the hidden states for `score`."""
         return self._model.prefill(chunks, self._caches, self._attention, with_logits=with_logits)
+
+    def pool(self, chunks: Chunks, passed: Any) -> None:
+        """Pool the hidden states of a pass `with_logits`, each chunk's into its row of the slot."""
+        hidden, pooled = self._model.hidden_states(passed), self.buffers.all_rows.pooled
+        assert pooled is not None
+        offsets = chunks.cu_seqlens_q.clamp(0, len(hidden)).long()  # those of a larger pass, while none is live
+        if self._setting.pooling == "last":
+            values = hidden.index_select(0, (offsets[1:] - 1).clamp(min=0))
+        else:  # adds the tokens of a chunk one after another, whatever is beside it
+            values = torch.segment_reduce(hidden.float(), "sum", offsets=offsets, axis=0, unsafe=True, initial=0.0)
+        pooled[: len(values)].copy_(values)
+
+    def read_pooled(self, num_chunks: int) -> np.ndarray:
+        """Return what the last pass pooled, float32 [chunks, hidden]; waits for it."""
+        pooled = self.buffers.all_rows.pooled
+        assert pooled is not None
+        return pooled[:num_chunks].cpu().numpy().copy()
 
     def dummies(self) -> list[list[PromptChunk]]:
         """Return passes of 1, 2, 4, ... tokens into the null page, which compile all kernels."""

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from numbers import Integral, Real
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from graphdecode.config.sampling_params import SamplingParams
 from graphdecode.engine.capacity import Capacity
 from graphdecode.engine.metrics import RequestMetrics
@@ -39,6 +41,8 @@ class Request:
     adapter: str | None = None  # name of a loaded adapter, or None
     cache_salt: str | None = None  # cached prefixes are shared by requests of one salt alone
     is_checked: bool = False  # whether the engine's `rules` were already checked
+    pools: bool = False  # the prompt's hidden states are pooled, and nothing is generated
+    scores: bool = False  # it pools, and the event has the logits of the labels instead
 
 
 class TokenLogprobs(NamedTuple):
@@ -67,6 +71,8 @@ class Event(NamedTuple):
     prompt_logprobs: list[TokenLogprobs] | None = None
     completes: bool = False  # the last token completed the structured output, and is text, not an end-of-sequence token
     error_code: str | None = None  # "form_too_complex" if the structured output could not be followed further
+    # float32 [hidden], of a request that pools, with its end; [labels]: the logits of a model that scores pairs
+    embedding: np.ndarray | None = None
 
     @property
     def is_part(self) -> bool:
@@ -84,6 +90,8 @@ class RequestRules:
     page_size: int  # tokens of a page of the cache
     sampling: SamplingCapacity  # limits of sampling parameters
     model_max_length: int  # tokens of a sequence that the model was trained for
+    hidden_size: int | None = None  # channels of an embedding; None: the model gives none
+    num_labels: int = 0  # logits of an embedding of a model that scores pairs
 
     @property
     def length_hint(self) -> str:
@@ -103,7 +111,7 @@ class RequestRules:
         """
         params = request.sampling_params
         self.check_sampling(params, request.bad_words_token_ids, is_structured=request.grammar is not None)
-        self.check_prompt(request.prompt_token_ids, params.max_tokens)
+        self.check_prompt(request.prompt_token_ids, 0 if request.pools else params.max_tokens)
         priority: Any = request.priority
         start_tag: Any = request.start_tag
         if not isinstance(priority, Integral) or isinstance(priority, bool):
@@ -126,6 +134,15 @@ class RequestRules:
         wrong = self._beyond(tokens)
         if wrong:
             raise RequestError(f"token ids must be in 0..{vocab_size - 1}, got {shown(wrong[:5])}")
+
+    def check_pools(self, dimensions: int | None = None, *, scores: bool = False) -> None:
+        """Refuse an embedding that the model cannot give, or of more `dimensions` than it has; see `check`."""
+        if self.hidden_size is None:
+            raise RequestError("embeddings: this model gives no hidden states")
+        if scores and not self.num_labels:
+            raise RequestError("scores: this model has no labels, it compares embeddings")
+        if dimensions is not None and not 1 <= dimensions <= self.hidden_size:
+            raise RequestError(f"dimensions must be in 1..{self.hidden_size}, got {shown(dimensions)}")
 
     def check_sampling(
         self, params: SamplingParams, bad_words: Sequence[Sequence[int]], *, is_structured: bool

@@ -7,8 +7,9 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
+import numpy as np
 import torch
 
 from graphdecode.buckets import KINDS, ShapeLadder, StepShape
@@ -61,7 +62,8 @@ class LaunchPlan(NamedTuple):
     ) -> LaunchPlan:
         """Return the plan of a pass of chunks, or with `rows` of a mixed step; the rows may have adapters."""
         has_adapters = has_adapters or any(chunk.memory.adapter != NO_ADAPTER for chunk in chunks)
-        shape = StepShape(rows, 1, sum(len(chunk.token_ids) for chunk in chunks), has_adapters=has_adapters)
+        tokens, pools = sum(len(chunk.token_ids) for chunk in chunks), any(chunk.pools for chunk in chunks)
+        shape = StepShape(rows, 1, tokens, has_adapters=has_adapters, pools=pools)
         return cls(shape, 1, chunks, catches_up)
 
     def to_bytes(self) -> bytes:
@@ -158,6 +160,8 @@ class Runner:
             around=lambda shape: around(str(shape)),
         )
         self.reserved: dict[str, ReservedMemory] = {}
+        self.label_rows: np.ndarray | None = None  # float32 [labels, hidden], of the output layer; None: no labels
+        self._label_ids: tuple[int, ...] = ()
         self._logits_hint: str | None = None
 
     def _run(self, shape: StepShape, batch: StepSlots, num_chunks: int | None = None) -> None:
@@ -165,7 +169,9 @@ class Runner:
         if shape.rows:
             self.step.run(shape, batch if shape.has_adapters else batch.without("adapters"), chunks)
         elif chunks is not None:
-            self.prompts.run(chunks)
+            passed = self.prompts.run(chunks, with_logits=shape.pools)
+            if shape.pools:
+                self.prompts.pool(chunks, passed)
 
     def device_guard(self) -> AbstractContextManager[object]:
         """Make the model's device current."""
@@ -214,7 +220,14 @@ class Runner:
             self.graphs.run_without_graph(requested, lambda: self._run(requested, batch, num_chunks))
             return []
         chunks, is_scored = self.prompts.chunks(requested, num_chunks), any(chunk.scored for chunk in plan.chunks)
-        passed = self.graphs.run_without_graph(requested, lambda: self.prompts.run(chunks, with_logits=is_scored))
+
+        def run() -> Any:
+            passed = self.prompts.run(chunks, with_logits=is_scored or requested.pools)
+            if requested.pools:
+                self.prompts.pool(chunks, passed)
+            return passed
+
+        passed = self.graphs.run_without_graph(requested, run)
         return self.prompts.score(plan.chunks, passed)
 
     def warm_up(self) -> None:
@@ -237,13 +250,18 @@ class Runner:
         largest, prompts = self.setting.prefill_tokens, reports["prompts"].buckets
         if largest not in [bucket.bucket for bucket in prompts]:
             prompts.append(BucketReport(largest, "eager", choices=self.model.linear_choices(largest)))
-        return {kind: report for kind, report in reports.items() if kind != "mixed" or report.buckets}
+        return {kind: report for kind, report in reports.items() if kind in ("steps", "prompts") or report.buckets}
 
     def write_adapter(self, slot: int, adapter: Adapter) -> None:
         """Write an adapter into a slot of the model, in place."""
         assert self.model.adapters is not None
         with self.device_guard():
             self.model.adapters.write(slot, adapter)
+
+    def keep_labels(self, token_ids: tuple[int, ...]) -> None:
+        """Keep the rows of the output layer for tokens whose logits score a pair; all ranks call it."""
+        with self.device_guard():
+            self.label_rows, self._label_ids = self.model.output_rows(token_ids).cpu().numpy(), token_ids
 
     def logits_hint(self) -> str:
         """Return why logits are not finite, as far as that is known."""
@@ -271,6 +289,8 @@ class Runner:
             self._synchronize()
             copy_weights(self.model, loaded)
             self._synchronize()
+        if self._label_ids:
+            self.keep_labels(self._label_ids)
         self.reload = reload
         if self.is_cpu:
             start_joining_pages(self.model.constants)

@@ -9,6 +9,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from operator import attrgetter
 
+import numpy as np
+
 from graphdecode.cache import CacheFullError, PagedKVCache
 from graphdecode.config.sampling_params import SamplingParams
 from graphdecode.distributed import RankError
@@ -55,11 +57,32 @@ class Sequence:
     failure: Exception | None = None  # why it cannot go on, such as its constraint's; ends the output
     error_code: str | None = None  # see `Event.error_code`
     is_complete: bool = False  # whether the constraint ended the output by a token of text
+    pooling: str | None = None  # "last" or "mean": its hidden states are pooled, and nothing is generated
+    pooled: np.ndarray | None = None  # float32 [hidden], so far: the last token's hidden state, or the sum of all
+    label_rows: np.ndarray | None = None  # float32 [labels, hidden], for the logits that it asks for
 
     @property
     def unscored(self) -> bool:
         """Whether prompt log-probabilities are missing, so that the whole prompt has to be computed."""
         return self.params.prompt_logprobs is not None and len(self.prompt_logprobs) < self.prompt_length - 1
+
+    @property
+    def is_computed_whole(self) -> bool:
+        """Whether cached tokens do not help: each one's logits or hidden state is needed."""
+        return self.unscored or self.pooling == "mean"
+
+    @property
+    def embedding(self) -> np.ndarray | None:
+        """What was pooled of the whole prompt, float32 [hidden], or the labels' logits; None before, and without."""
+        if self.pooled is None or self.cached_length < self.prompt_length:
+            return None
+        pooled = self.pooled / np.float32(self.prompt_length) if self.pooling == "mean" else self.pooled
+        return pooled if self.label_rows is None else self.label_rows @ pooled
+
+    @property
+    def prefill_length(self) -> int:
+        """Tokens that prompt passes compute: a decode step feeds the last one, unless its hidden state is pooled."""
+        return len(self.token_ids) - (self.pooling is None)
 
     @property
     def finished(self) -> bool:
@@ -68,8 +91,8 @@ class Sequence:
 
     @property
     def prefilled(self) -> bool:
-        """Whether all tokens but the last are cached, so that decode steps can take over."""
-        return self.cached_length >= len(self.token_ids) - 1
+        """Whether all tokens but the last are cached, so that decode steps can take over; or all, to be pooled."""
+        return self.cached_length >= self.prefill_length
 
     @property
     def is_full(self) -> bool:
@@ -104,6 +127,8 @@ class Sequence:
         Returns the message.
         """
         self.finish_reason = "error"
+        if self.pooling is not None and not isinstance(reason, Exception):
+            return f"request {self.request_id} was ended: a hidden state is NaN or infinite"
         if self.constraint is not None and reason == WITHOUT_FINITE:
             reason = ConstraintError("its grammar cannot be followed further: bad_words forbid all")
         if isinstance(reason, ConstraintError):
@@ -190,14 +215,16 @@ class Scheduler:
 
     def _take_chunk(self, sequence: Sequence, budget: int, chunks: list[tuple[Sequence, PromptChunk]]) -> int:
         start, tokens, border = sequence.cached_length, sequence.token_ids, self.cache.checkpoint_tokens
-        end = min(len(tokens) - 1, start + budget)
+        end = min(sequence.prefill_length, start + budget)
         if end <= start:
             return 0
         if border is not None:  # the state at the next checkpoint has to exist
             end = min(end, (start // border + 1) * border)
         scored = tokens[start + 1 : end + 1] if sequence.unscored else ()
-        likely = sequence.params.prompt_logprobs or 0
-        chunks.append((sequence, PromptChunk(tokens[start:end], start, self.memory_of(sequence), scored, likely)))
+        likely, pooling = sequence.params.prompt_logprobs or 0, sequence.pooling
+        pools = pooling == "mean" or (pooling == "last" and end == len(tokens))
+        chunk = PromptChunk(tokens[start:end], start, self.memory_of(sequence), scored, likely, pools)
+        chunks.append((sequence, chunk))
         return end - start
 
     @property
@@ -213,7 +240,7 @@ class Scheduler:
 
     def _shares_unwritten_prefix(self, candidate: Sequence, chunks: list[tuple[Sequence, PromptChunk]]) -> bool:
         """Whether a chunk of this step writes a page that the candidate can share in the next step."""
-        if not self.cache.shares_with_running or candidate.unscored:
+        if not self.cache.shares_with_running or candidate.is_computed_whole:
             return False
         unit = self.cache.checkpoint_tokens or self.cache.page_size
         for sequence, chunk in chunks:
@@ -227,7 +254,7 @@ class Scheduler:
     def _admit(self, sequence: Sequence) -> bool:
         """Give a waiting sequence its pages; if there are too few, change nothing and return False."""
         # a scored prompt is computed whole: cached tokens have no logits
-        tokens = None if sequence.unscored else sequence.token_ids
+        tokens = None if sequence.is_computed_whole else sequence.token_ids
         cached = self.cache.add(sequence.request_id, tokens, sequence.prefix_root)
         # one page stays free for each running sequence that may grow, so that admission causes no preemption
         spare = sum(map(self._may_grow, self.admitted))
@@ -243,7 +270,7 @@ class Scheduler:
         if self.cache.pool.free - sequence.max_length // self.cache.page_size > self.cache.pool.total // 2:
             self.cache.reserve(sequence.request_id, sequence.max_length)
         self.cache.restore_state(sequence.request_id)
-        sequence.cached_length = sequence.drafted_length = cached
+        sequence.cached_length, sequence.drafted_length, sequence.pooled = cached, cached, None
         metrics = sequence.metrics
         if metrics.first_scheduled_time is None:
             metrics.first_scheduled_time = time.perf_counter()

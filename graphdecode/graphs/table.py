@@ -26,6 +26,7 @@ from graphdecode.graphs.step_graph import CapturedStep, Loop, LoopControl, Step,
 
 CAPTURE_TIMES = ("startup", "idle", "first-use")
 _WITHOUT_GRAPHS = {"prompts": "prompts are computed without graphs", "mixed": "prompts are computed by themselves"}
+_REPORTED_KINDS = ("steps", "prompts", "mixed")  # also before a step of them ran
 
 
 class GraphTable:
@@ -414,7 +415,8 @@ class GraphTable:
         if "steps" in kinds and self._host_thread is not None:
             self._host_thread.shutdown()
             self._host_thread = None
-        waiting = {shape: BucketReport.of(shape, "waiting") for shape in self.ladder.of(*kinds) if shape.queries == 1}
+        reported = self.ladder.of(*(kind for kind in kinds if kind in _REPORTED_KINDS))
+        waiting = {shape: BucketReport.of(shape, "waiting") for shape in reported if shape.queries == 1}
         self._reports = {s: report for s, report in self._reports.items() if s.kind not in kinds} | waiting
 
 

@@ -25,6 +25,8 @@ from graphdecode.models.config import ModelConfig
 from graphdecode.models.forward_context import AppendAndAttend, Attend, ForwardContext, Tokens, append_tokens
 from graphdecode.models.model import Chunks, DecodeInputs, Model
 
+_UNIT_VECTORS = 128  # logits in memory at a time
+
 
 def tokens_of(batch: DecodeInputs | Chunks) -> Tokens:
     """Return the tokens of a decode step or of prompt chunks."""
@@ -104,6 +106,7 @@ class Decoder(Model):
         self.cache_scales = cache_scales or [(1.0, 1.0)] * len(layers)
         self.dtype = stem.embedding.dtype
         self.device = stem.embedding.device
+        self.hidden_size = config.hidden_size
 
     @property
     def blocks(self) -> list[Block]:
@@ -180,6 +183,26 @@ class Decoder(Model):
         """Return the logits of a span of tokens; only once, since they are computed in place. See `Model.logits`."""
         with torch.no_grad():
             return self.head(*passed.narrow(begin, end))
+
+    def hidden_states(self, passed: HiddenStates) -> Tensor:
+        """Return the hidden states behind the final norm, in the residual's dtype; see `Model.hidden_states`."""
+        x, residual, context = passed
+        with torch.no_grad():
+            hidden, _ = self.head.final_norm(x, residual, context.widened(residual))
+            scale = self.config.logits_scale  # a factor of the norm's weight, which transformers gives the logits
+            return context.normed(hidden) if scale == 1.0 else context.normed(hidden) / scale
+
+    def output_rows(self, token_ids: Sequence[int]) -> Tensor:
+        """Return rows of the output layer, also of a quantized or split one: products with unit vectors."""
+        head, hidden, scale = self.head.lm_head, self.config.hidden_size, self.config.logits_scale
+        rows = torch.empty(len(token_ids), hidden, dtype=torch.float32, device=self.device)
+        for begin in range(0, hidden, _UNIT_VECTORS):
+            units = torch.eye(hidden, dtype=self.dtype, device=self.device)[begin : begin + _UNIT_VECTORS]
+            logits = torch.empty(len(units), head.out_features, dtype=torch.float32, device=self.device)
+            with torch.no_grad():
+                head.apply(logits, units)
+            rows[:, begin : begin + len(units)] = logits[:, list(token_ids)].T
+        return rows.mul_(scale)
 
     def _run_layers(
         self,

@@ -123,10 +123,18 @@ def _is_integer(value: Any) -> bool:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the object that a JSON file holds.
+    """Return the object that a JSON file holds; an UnsupportedModelError if it holds none. See `read_json_value`."""
+    content = read_json_value(path)
+    if not isinstance(content, dict):
+        raise UnsupportedModelError(f"{path} is not a JSON object")
+    return content
+
+
+def read_json_value(path: Path) -> Any:
+    """Return what a JSON file holds.
 
     Raises:
-        UnsupportedModelError: it cannot be read, is too large, or does not hold an object.
+        UnsupportedModelError: it cannot be read, or is too large.
         ModelSourceError: see `require_file` and `refuse_pointer`.
     """
     require_file(path)
@@ -142,6 +150,4 @@ def read_json(path: Path) -> dict[str, Any]:
         raise UnsupportedModelError(f"{path} is not JSON: {error}") from error
     if size > _MOST_BYTES:
         raise UnsupportedModelError(f"{path} has {size} bytes; at most {_MOST_BYTES} are read")
-    if not isinstance(content, dict):
-        raise UnsupportedModelError(f"{path} is not a JSON object")
     return content

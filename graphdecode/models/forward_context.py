@@ -156,6 +156,12 @@ class ForwardContext:
         part._by_head, part._buffers, part._pairs, part._head_adapters = {}, {}, {}, {}
         return part
 
+    def widened(self, like: Tensor) -> ForwardContext:
+        """Return the context with memory of another dtype for the input of a block; `like`: [t, hidden]."""
+        part = copy(self)
+        part.hidden = torch.empty_like(like)
+        return part
+
     @property
     def tokens(self) -> Tokens:
         """The tokens of a pass with one part."""

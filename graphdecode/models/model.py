@@ -70,6 +70,7 @@ class Model(ABC):
     supports_mix: bool = False  # whether it supports mixed steps
     most_prompt_tokens: int = 2**31 - 1  # of a prefill pass
     takes_rolling_pages: bool = False  # whether it reads `rolling_table` for layers with rolling pages
+    hidden_size: int | None = None  # channels of `hidden_states`; None: they cannot be had
 
     @property
     def num_layers(self) -> int:
@@ -137,6 +138,17 @@ class Model(ABC):
     @abstractmethod
     def logits(self, passed: Any, begin: int, end: int) -> Tensor:
         """Return the logits, float32 [end - begin, vocab], of a span of the last prefill's tokens, all of one row."""
+
+    def hidden_states(self, passed: Any) -> Tensor:
+        """Return the last prefill's hidden states behind the final norm, [t, hidden], instead of calling `logits`.
+
+        Only if `hidden_size` is not None.
+        """
+        raise NotImplementedError
+
+    def output_rows(self, token_ids: Sequence[int]) -> Tensor:
+        """Return rows of the output layer, float32 [n, hidden]; see `hidden_states`, whose product are the logits."""
+        raise NotImplementedError
 
     def mix(
         self, batch: DecodeInputs, chunks: Chunks, caches: Sequence[LayerState], attention: PagedDecodeAttention

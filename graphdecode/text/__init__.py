@@ -7,6 +7,7 @@ from graphdecode.text.chat import RenderedChat, render_chat
 from graphdecode.text.conversation import Conversation
 from graphdecode.text.llm import LLM, Stream
 from graphdecode.text.outputs import CompletionOutput, Logprob, RequestOutput
+from graphdecode.text.pooling import EmbeddingRequestOutput, PoolingParams, ScoringRequestOutput
 from graphdecode.text.tokenizer import load_tokenizer
 
 __all__ = [
@@ -14,13 +15,16 @@ __all__ = [
     "AsyncLLM",
     "CompletionOutput",
     "Conversation",
+    "EmbeddingRequestOutput",
     "EngineStats",
     "LoRARequest",
     "Logprob",
+    "PoolingParams",
     "RenderedChat",
     "RequestMetrics",
     "RequestOutput",
     "SamplingParams",
+    "ScoringRequestOutput",
     "Stream",
     "load_tokenizer",
     "render_chat",

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from graphdecode.config.key import LONG_INTEGER, is_integer
 from graphdecode.engine import SamplingParams
 from graphdecode.errors import ArgumentError, shown
+from graphdecode.text.pooling import PoolingParams
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 
@@ -108,6 +109,13 @@ def as_params(params: SamplingParams | Sequence[SamplingParams] | None, count: i
     if isinstance(values, Mapping):
         expected = "SamplingParams, which SamplingParams(**values) makes of a dict"
     return _one_each(values, count, "sampling_params", expected, lambda each: isinstance(each, SamplingParams))
+
+
+def as_pooling_params(params: PoolingParams | Sequence[PoolingParams] | None, count: int) -> list[PoolingParams]:
+    """Return parameters for each prompt; None means the defaults; see `_one_each`."""
+    values = PoolingParams() if params is None else params
+    expected = "PoolingParams, one or a list"
+    return _one_each(values, count, "pooling_params", expected, lambda each: isinstance(each, PoolingParams))
 
 
 def as_priorities(priority: Sequence[int] | int | None, count: int) -> list[int]:

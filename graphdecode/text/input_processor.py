@@ -51,6 +51,13 @@ class TokenizedParams(NamedTuple):
     adapter: str | None = None  # its name; None: the base model
     cache_salt: str | None = None  # see `Request`
     truncation_side: str = "left"  # where tokens are cut: "left" keeps the last ones, "right" the first
+    pools: bool = False  # see `Request`
+    scores: bool = False
+
+    @property
+    def most_generated(self) -> int | None:
+        """The most tokens that are generated; None: as many as fit."""
+        return 0 if self.pools else self.sampling.max_tokens
 
 
 class TokenizedPrompt(NamedTuple):
@@ -93,6 +100,8 @@ class InputProcessor:
         priority: int = 0,
         adapter: str | None = None,
         cache_salt: str | None = None,
+        pools: bool = False,
+        scores: bool = False,
     ) -> ParentRequest:
         """Tokenize a prompt to the requests of its outputs; one that is too long is refused, with `output.error` set.
 
@@ -103,7 +112,7 @@ class InputProcessor:
             token_ids: the prompt's; None: from `encode`.
             priority: the lowest is served first.
             adapter: its name; None: the base model.
-            cache_salt: see `Request`.
+            cache_salt, pools, scores: see `Request`.
         """
         token_ids = self.encode(prompt) if token_ids is None else token_ids
         if self._tokenizer is None and (params.stop_strings or params.bad_words):
@@ -112,6 +121,8 @@ class InputProcessor:
         try:
             shared = self.tokenized_params(params, is_structured=structured is not None)
             shared = shared._replace(priority=priority, adapter=adapter, cache_salt=cache_salt)
+            if pools:
+                shared = shared._replace(pools=pools, scores=scores, truncation_side="right")
             tokenized = self.tokenized_prompt(prompt, token_ids, shared)
             if structured is not None:
                 if self._tokenizer is None:
@@ -152,7 +163,7 @@ class InputProcessor:
         if isinstance(prompt, str) and not token_ids:
             raise RequestError("the prompt is empty, and the model has no beginning-of-sequence token to start from")
         tokenized = self._truncated(prompt, token_ids, params)
-        self._rules.check_prompt(tokenized.token_ids, params.sampling.max_tokens)
+        self._rules.check_prompt(tokenized.token_ids, params.most_generated)
         return tokenized
 
     def parent_request(self, tokenized: TokenizedPrompt, grammar: str | None, start_tag: float = 0.0) -> ParentRequest:
@@ -160,7 +171,7 @@ class InputProcessor:
 
         `grammar`: None: unconstrained; `start_tag`: see `Request`.
         """
-        params, per_output, bad_words, priority, adapter, salt, _ = tokenized.params
+        params, per_output, bad_words, priority, adapter, salt, _, pools, scores = tokenized.params
         outputs = [CompletionOutput(index) for index in range(params.n)]
         times = RequestMetrics(time.perf_counter())
         output = RequestOutput(next(self._numbers), tokenized.prompt, tokenized.token_ids, outputs, times)
@@ -180,6 +191,8 @@ class InputProcessor:
                 adapter,
                 salt,
                 is_checked=True,
+                pools=pools,
+                scores=scores,
             )
             children.append((request, RequestState(completion, output, params, self.texts)))
         return ParentRequest(output, children)
@@ -198,14 +211,21 @@ class InputProcessor:
         """Return the last tokens of a prompt, or the first; a text keeps its beginning-of-sequence token."""
         text, most = prompt if isinstance(prompt, str) else None, params.sampling.truncate_prompt_tokens
         if most == -1:
-            limit, room = self._rules.capacity.token_limit, params.sampling.max_tokens
+            limit, room = self._rules.capacity.token_limit, params.most_generated
             most = max(limit - (room if room is not None and room < limit else 1), 1)
         if most is not None and len(token_ids) > most and params.truncation_side == "right":
-            token_ids = token_ids[:most]
+            ending = self._ending(token_ids) if params.pools and text is not None else []
+            token_ids = token_ids[: most - len(ending)] + ending if most > len(ending) else token_ids[-most:]
         elif most is not None and len(token_ids) > most:
             first = token_ids[:1] if text is not None and token_ids[0] == self._tokenizer.bos_token_id else []
             token_ids = first + token_ids[len(token_ids) - most + len(first) :]
         return TokenizedPrompt(text, token_ids, params)
+
+    def _ending(self, token_ids: list[int]) -> list[int]:
+        """Return the special tokens that the tokenizer has appended, whose hidden states stand for the text."""
+        special = self.encode("")
+        ending = special[1:] if special[:1] == [self._tokenizer.bos_token_id] else special
+        return ending if ending and token_ids[-len(ending) :] == ending else []
 
     def _spellings(self, words: Sequence[str]) -> list[list[int]]:
         """Return the tokens of words at the beginning of a text, and after a space if those differ."""

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Unpack
 from tqdm import tqdm
 
 from graphdecode.config import BucketConfig, EngineConfig
-from graphdecode.config.vllm_names import CALL_KEYWORDS, as_settings, no_attribute, refusing
+from graphdecode.config.vllm_names import CALL_KEYWORDS, POOLING_KEYWORDS, as_settings, no_attribute, refusing
 from graphdecode.engine import SamplingParams
 from graphdecode.engine.capacity import Capacity
 from graphdecode.engine.loading import load_engine
@@ -32,6 +32,7 @@ from graphdecode.text.arguments import (
     SaltedPrompt,
     as_lora_requests,
     as_params,
+    as_pooling_params,
     as_priorities,
     as_prompts,
     as_salted_prompt,
@@ -39,6 +40,13 @@ from graphdecode.text.arguments import (
 from graphdecode.text.chat import ChatOptions, Message, RenderedChat, as_conversations, render_chat
 from graphdecode.text.input_processor import InputProcessor, ParentRequest
 from graphdecode.text.outputs import RequestOutput, RequestState
+from graphdecode.text.pooling import (
+    EmbeddingRequestOutput,
+    Pooler,
+    PoolingParams,
+    ScoringRequestOutput,
+    as_pairs,
+)
 from graphdecode.text.router import DeferredInterrupt, SteppingRouter
 from graphdecode.text.tokenizer import load_tokenizer
 
@@ -149,6 +157,7 @@ class LLM:
         self.input_processor = InputProcessor(engine.rules, engine.seed, self.tokenizer)
         if self.tokenizer is not None:
             engine.constrain = self.input_processor.grammars.constraint
+        self.pooler = Pooler.of(path, settings.pooling)
         self.load_seconds = time.perf_counter() - began
 
     @property
@@ -264,6 +273,91 @@ class LLM:
             else:
                 calls.append(partial(call, prompt.prompt, request_params, cache_salt=prompt.cache_salt))
         return calls
+
+    @refusing(POOLING_KEYWORDS)
+    def embed(
+        self,
+        prompts: Prompt | SequenceOf[Prompt],
+        *,
+        use_tqdm: bool = True,
+        pooling_params: PoolingParams | SequenceOf[PoolingParams] | None = None,
+        lora_request: LoRARequests = None,
+        truncate_prompt_tokens: int | None = None,
+        prompt_name: str | None = None,
+    ) -> list[EmbeddingRequestOutput]:
+        """Return the embedding of each prompt: its pooled hidden states behind the final norm.
+
+        They are the last token's or the mean of all (`pooling`), and have length 1, unless files of
+        sentence-transformers in the checkpoint's folder say otherwise. Requests that generate go on beside it.
+
+        Args:
+            prompts, use_tqdm, lora_request: as for `generate`.
+            pooling_params: one for all prompts, or one for each; None means the defaults.
+            truncate_prompt_tokens: how many tokens of a prompt are kept, the first ones; -1: as many as fit.
+            prompt_name: of a text in the checkpoint's files that is put in front, such as "query"; None: the default.
+
+        Returns:
+            One output for each prompt, in order; one that is too long has `error` set, as in `generate`.
+
+        Raises:
+            ValueError: as in `generate`, or an embedding has fewer dimensions than requested.
+            NotSupportedError: the checkpoint's files ask for another pooling.
+        """
+        self.pooler.check_embeds()
+        items = as_prompts(prompts)
+        params = as_pooling_params(pooling_params, len(items))
+        for each in params:
+            self.engine.rules.check_pools(each.dimensions)
+        items = [item._replace(prompt=self.pooler.prompted(item.prompt, prompt_name)) for item in items]
+        sampling = SamplingParams(truncate_prompt_tokens=truncate_prompt_tokens)
+        calls = self.process_calls(items, sampling, None, lora_request)
+        parents = [call(pools=True) for call in calls]
+        self._generated(parents, use_tqdm)
+        return [self.pooler.output(*each) for each in zip(parents, params, strict=True)]
+
+    @refusing(POOLING_KEYWORDS)
+    def score(
+        self,
+        data_1: str | SequenceOf[str],
+        data_2: str | SequenceOf[str],
+        /,
+        *,
+        use_tqdm: bool = True,
+        pooling_params: PoolingParams | None = None,
+        lora_request: LoRARequest | None = None,
+        instruction: str | None = None,
+    ) -> list[ScoringRequestOutput]:
+        """Return a score of each pair of texts, a query and a document: the higher, the better they fit.
+
+        It is the cosine of their embeddings, or of a reranker the probability that the document is relevant.
+
+        Args:
+            data_1, data_2: one text and one, one and a list, or two lists of the same length.
+            use_tqdm: as for `generate`.
+            pooling_params: `use_activation=False` gives a reranker's difference of logits.
+            lora_request: one adapter for all texts.
+            instruction: what a query asks for, of a reranker; None: that of its training.
+
+        Raises:
+            ValueError: as in `embed`.
+        """
+        pairs, pooler = as_pairs(data_1, data_2), self.pooler
+        (params,) = as_pooling_params(pooling_params, 1)
+        self.engine.rules.check_pools(params.dimensions, scores=pooler.scores_pairs)
+        if pooler.scores_pairs:
+            groups = [[pooler.joined(self.tokenizer, pair, instruction)] for pair in pairs]
+        else:
+            pooler.check_embeds()
+            groups = [list(pooler.sides(pair)) for pair in pairs]
+        texts = list(dict.fromkeys(text for group in groups for text in group))  # a query is embedded once
+        prompts: list[SaltedPrompt] = [SaltedPrompt(text) for text in texts]
+        calls = self.process_calls(prompts, None, None, lora_request)
+        parents = {}
+        for text, call in zip(texts, calls, strict=True):
+            ids = self.input_processor.encode(text, special=not pooler.scores_pairs)  # a template has its own
+            parents[text] = call(pools=True, scores=pooler.scores_pairs, token_ids=ids)
+        self._generated(list(parents.values()), use_tqdm)
+        return [pooler.scoring_output([parents[text] for text in group], params) for group in groups]
 
     def _generated(self, parents: list[ParentRequest], use_tqdm: bool) -> list[RequestOutput]:
         states = [state for parent in parents for state in parent.states]

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field, fields
 from functools import cache, cached_property
 from typing import Any
 
+import numpy as np
+
 from graphdecode.engine import Event, RequestMetrics, SamplingParams, TokenLogprobs
 from graphdecode.text.detokenizer import Detokenizer
 from graphdecode.text.token_texts import IncrementalText, TokenTexts
@@ -115,6 +117,7 @@ class RequestState:
         self.request = request
         self.request_id = -1  # the engine's, once it was submitted
         self.pieces: deque[str] = deque()  # text that was not read yet
+        self.embedding: np.ndarray | None = None  # of a request that pools, or logits: see `Event`
         self.on_change: Callable[[], None] = lambda: None  # called at each change, in the thread that brought it
         self._params = params
         self._texts = texts if params.detokenize else None
@@ -178,6 +181,7 @@ class RequestState:
                 shared.first_scheduled_time = _earliest(shared.first_scheduled_time, metrics.first_scheduled_time)
                 shared.first_token_time = _earliest(shared.first_token_time, metrics.first_token_time)
                 shared.num_cached_tokens = max(shared.num_cached_tokens, metrics.num_cached_tokens)
+            self.embedding = event.embedding
             stop = self._take_tokens(event)
             reason, stop_reason = ("stop", stop) if stop is not None else (event.finish_reason, event.stop_reason)
             if reason is None:

@@ -239,6 +239,7 @@ class StepSetting:
     null_state_row: int = 0  # state row of padding rows
     rolling: RollingPages | None = None  # pages of layers with a window, by state row
     draft_state_row: int = 0  # first state row for drafts; there are as many as a step has queries
+    pooling: str = "last"  # which hidden states embeddings are made of: "last" or "mean"
 
     @property
     def row_shapes(self) -> list[StepShape]:

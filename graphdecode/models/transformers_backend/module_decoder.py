@@ -178,6 +178,7 @@ class ModuleDecoder(Model):
         self.cache_scales = [(1.0, 1.0)] * config.num_hidden_layers
         first = self._module_tensors()[0]
         self.dtype, self.device = first.dtype, first.device
+        self.hidden_size = self._body.get_input_embeddings().weight.shape[1]
         # no channels are rotated here: the module has rotated queries and keys
         self._angles = torch.empty((config.max_position_embeddings, 2, 0), device=self.device)
         self._pass: _Pass | None = None
@@ -238,6 +239,10 @@ class ModuleDecoder(Model):
                 return self.module(input_ids=none[None], use_cache=False).logits[0].float()
         finally:
             del body.forward
+
+    def hidden_states(self, passed: Any) -> Tensor:
+        """Return the hidden states of the module's body; see `Model.hidden_states`."""
+        return passed.output.last_hidden_state[0]  # type: ignore[no-any-return]
 
     @property
     def _body(self) -> Any:
