@@ -27,7 +27,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from graphdecode.config import ServerConfig
 from graphdecode.errors import AnswerError, shown
 from graphdecode.server.chat_completions import rendered_chat
-from graphdecode.server.endpoints import GENERATING, Endpoint, GeneratingEndpoint
+from graphdecode.server.endpoints import GENERATING, POOLING, Endpoint, GeneratingEndpoint
 from graphdecode.server.http import BUSY, HANDLERS, HttpError, error_response, path_below_root, unless_disconnected
 from graphdecode.server.preprocessing import Preprocessor
 from graphdecode.server.protocol import MAX_ID_LENGTH, Detokenize, LoadAdapter, Tokenize, UnloadAdapter
@@ -46,7 +46,7 @@ _PAGE_HEADERS = {
 
 _DEV = "/sleep", "/wake_up", "/is_sleeping", "/reset_prefix_cache"
 _ADAPTERS = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
-_GUARDED = "/v1", *_DEV  # paths that need a key begin with these
+_GUARDED = "/v1", "/v2", "/rerank", "/score", *_DEV  # paths that need a key begin with these
 
 
 class Addressed:
@@ -289,6 +289,7 @@ def make_app(service: Service, *, is_alone: bool = True) -> Starlette:
     metrics_type = "text/plain; version=0.0.4; charset=utf-8"
     posted: list[tuple[str, Endpoint | GeneratingEndpoint]] = [
         *GENERATING.items(),
+        *POOLING.items(),
         ("/tokenize", Endpoint(Tokenize, prepared_tokens, _as_json)),
         ("/detokenize", Endpoint(Detokenize, prepared_text, _as_json)),
         (_ADAPTERS[0], Endpoint(LoadAdapter, _unchanged, _load_adapter)),

@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from graphdecode.errors import GraphdecodeError
-from graphdecode.server import protocol
+from graphdecode.server import pooling, protocol
 from graphdecode.server.chat_completions import ChatReply, prepared_chat
 from graphdecode.server.completions import CompletionReply, prepared_completion
 from graphdecode.server.http import LARGE_BYTES, HttpError, as_http_error
@@ -116,4 +116,11 @@ class GeneratingEndpoint(BodyReader):
 GENERATING: dict[GeneratingPath, GeneratingEndpoint] = {
     "/v1/completions": GeneratingEndpoint(Completion, prepared_completion, CompletionReply),
     "/v1/chat/completions": GeneratingEndpoint(ChatCompletion, prepared_chat, ChatReply),
+}
+_RERANK = GeneratingEndpoint(pooling.Rerank, pooling.prepared_rerank, pooling.RerankReply)
+_SCORE = GeneratingEndpoint(pooling.Score, pooling.prepared_score, pooling.ScoreReply)
+POOLING = {
+    "/v1/embeddings": GeneratingEndpoint(pooling.Embeddings, pooling.prepared_embeddings, pooling.EmbeddingsReply),
+    **dict.fromkeys(("/v1/rerank", "/v2/rerank", "/rerank"), _RERANK),
+    **dict.fromkeys(("/v1/score", "/score"), _SCORE),
 }

@@ -22,7 +22,7 @@ from graphdecode.errors import AnswerError, ArgumentError, GraphdecodeError, sho
 # error codes of requests, in addition to those of `Event`
 RESTARTING, REFUSED, SLEEPING, BUSY = "restarting", "refused", "sleeping", "busy"
 _STATUS = {RESTARTING: 503, SLEEPING: 503, BUSY: 409, REFUSED: 400, "form_too_complex": 400}
-_NAMED = re.compile(r"(([a-z_]+)(?:\[\d+\]|\.[a-z_]+)*)(?: (?:must|names|is|has|holds)\b|:)")
+_NAMED = re.compile(r"(([a-z_][a-z_0-9]*)(?:\[\d+\]|\.[a-z_]+)*)(?: (?:must|names|is|has|holds)\b|:)")
 LARGE_BYTES = 32 << 10  # larger bodies are parsed in a child process, so that other requests need not wait
 MAX_LARGE_BODIES = 8  # bodies of the largest size that may be in memory at a time
 T = TypeVar("T")

@@ -16,7 +16,7 @@ from graphdecode.engine import SamplingParams
 from graphdecode.errors import ArgumentError, shown
 from graphdecode.text.arguments import MAX_SALT_LENGTH
 
-_TEXTS = ("prompt", "messages", "tools", "bad_words", "stop", "documents", "guided_choice")
+_TEXTS = ("prompt", "messages", "tools", "bad_words", "stop", "documents", "guided_choice", "input", "text_1", "text_2")
 _NUMBERS = ("allowed_token_ids", "stop_token_ids", "logit_bias")
 
 T = TypeVar("T")
