@@ -20,9 +20,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphdecode import LLM, BucketConfig, SamplingParams
 from graphdecode.graphs.errors import HAZARDS
+from graphdecode.hub.model_path import installable
 from graphdecode.linear.forms import FORMS
 from graphdecode.models.family import FAMILIES
-from graphdecode.models.model_path import installable
 from graphdecode.models.source import SOURCES
 
 ROOT = Path(__file__).parent.parent

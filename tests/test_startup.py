@@ -68,10 +68,19 @@ def test_graphs_of_ones_own_step_need_no_tokenizers() -> None:
 
 @pytest.mark.parametrize(
     "arguments",
-    [["--help"], ["--version"], ["--nonsense"], ["generate", "--help"], ["generate", "--max-tokns", "3"], ["generate"]],
+    [
+        *(["--help"], ["--version"], ["--nonsense"], ["generate", "--help"], ["generate", "--max-tokns", "3"]),
+        *(["generate"], ["generate", "-p", "a", "--top-p", "2"], ["chat", "--temperature", "-1", "Hello"]),
+        *(["batch", "no-such-file", "out.jsonl"], ["serve", "--port", "70000"]),
+    ],
 )
 def test_a_quick_answer_imports_nothing_heavy(arguments: list[str]) -> None:
     assert not imported_by_command(*arguments) & HEAVY
+
+
+@pytest.mark.parametrize("arguments", [["generate", "-p", "a"], ["chat", "Hello"], ["serve"]])
+def test_a_wrong_model_is_answered_without_torch(arguments: list[str]) -> None:
+    assert "torch" not in imported_by_command(*arguments, "--model", "no-such-model")
 
 
 def test_an_output_of_the_demo_needs_neither_pydantic_nor_jinja2() -> None:

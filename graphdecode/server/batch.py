@@ -49,9 +49,6 @@ class BatchInput:
     """
 
     def __init__(self, path: Path, max_line_bytes: int) -> None:
-        if not path.is_file():
-            wrong = "is not a file" if path.exists() else "does not exist"
-            raise ArgumentError(f"{path} {wrong}: a batch needs a file of requests, one a line")
         self._path = path
         self._max_line_bytes = max_line_bytes
         self.custom_ids: dict[str, int] = {}  # -> line number, from 1
