@@ -16,7 +16,7 @@ from graphdecode.errors import GraphdecodeError, shown
 from graphdecode.models.sentence_transformers import SentenceFiles
 from graphdecode.server.http import HttpError
 from graphdecode.server.messages import EngineReady
-from graphdecode.server.protocol import Generation, sampling_params
+from graphdecode.server.protocol import ChatCompletion, Generation, sampling_params
 from graphdecode.text.input_processor import InputProcessor, TokenizedParams, TokenizedPrompt
 from graphdecode.text.pooling import Pooler
 
@@ -101,7 +101,9 @@ class Preprocessor:
 
         The message of the latter is vLLM's.
         """
-        tokenized = self.input_processor.tokenized_prompt(prompt, token_ids, params)
+        begins_message = isinstance(body, ChatCompletion) and body.begins_message
+        process = self.input_processor.tokenized_prompt
+        tokenized = process(prompt, token_ids, params, begins_message=begins_message)
         length, limit = len(tokenized.token_ids), self.engine.rules.capacity.token_limit
         if body.most_tokens is not None and length + body.most_tokens > limit:
             requested = shown(body.most_tokens)

@@ -269,7 +269,8 @@ class LLM:
             adapter = None if request is None else request.lora_name
             call = partial(self.input_processor.process, priority=rank, adapter=adapter)
             if isinstance(prompt, RenderedChat):
-                calls.append(partial(call, prompt.text, prompt.ending(request_params), token_ids=prompt.token_ids))
+                call = partial(call, token_ids=prompt.token_ids, begins_message=True)
+                calls.append(partial(call, prompt.text, prompt.ending(request_params)))
             else:
                 calls.append(partial(call, prompt.prompt, request_params, cache_salt=prompt.cache_salt))
         return calls
