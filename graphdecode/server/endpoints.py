@@ -9,9 +9,12 @@ from functools import partial
 from typing import Any
 
 from pydantic import ValidationError
+from starlette.responses import Response
 
 from graphdecode.errors import GraphdecodeError
 from graphdecode.server import pooling, protocol
+from graphdecode.server.anthropic.reply import MessageReply, prepared_count, prepared_message
+from graphdecode.server.anthropic.request import CountTokens, Messages
 from graphdecode.server.chat_completions import ChatReply, prepared_chat
 from graphdecode.server.completions import CompletionReply, prepared_completion
 from graphdecode.server.http import LARGE_BYTES, HttpError, as_http_error
@@ -113,6 +116,16 @@ class GeneratingEndpoint(BodyReader):
             raise
 
 
+async def as_prepared(service: Service, prepared: bytes) -> Response:
+    """Answer with JSON that the preparation made."""
+    return Response(prepared, media_type="application/json")
+
+
+# whose requests are translated to chat completions
+TRANSLATED: dict[str, Endpoint | GeneratingEndpoint] = {
+    "/v1/messages": GeneratingEndpoint(Messages, prepared_message, MessageReply),
+    "/v1/messages/count_tokens": Endpoint(CountTokens, prepared_count, as_prepared),
+}
 GENERATING: dict[GeneratingPath, GeneratingEndpoint] = {
     "/v1/completions": GeneratingEndpoint(Completion, prepared_completion, CompletionReply),
     "/v1/chat/completions": GeneratingEndpoint(ChatCompletion, prepared_chat, ChatReply),

@@ -105,7 +105,7 @@ class Preprocessor:
         process = self.input_processor.tokenized_prompt
         tokenized = process(prompt, token_ids, params, begins_message=begins_message)
         length, limit = len(tokenized.token_ids), self.engine.rules.capacity.token_limit
-        if body.most_tokens is not None and length + body.most_tokens > limit:
+        if body.most_tokens is not None and not body.ends_at_context and length + body.most_tokens > limit:
             requested = shown(body.most_tokens)
             raise ContextLengthError(
                 f"{body.length_field} is too large: {requested}. This model's maximum context length is {limit} tokens "

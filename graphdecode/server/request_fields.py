@@ -9,6 +9,7 @@ from typing import Any
 
 from graphdecode.config.vllm_names import Unsupported, each_of
 from graphdecode.errors import shown
+from graphdecode.server.anthropic.request import CountTokens, Messages
 from graphdecode.server.http import HttpError
 from graphdecode.server.protocol import (
     Body,
@@ -89,6 +90,11 @@ _GENERATION: dict[str, Unsupported | None] = {
     "reasoning_budget_message": None,  # as the tags, of a budget that is refused by this name
     **each_of("cache_prompt n_cache_reuse n_keep n_discard id_slot backend_sampling message_delimiters", None),
 }
+_OF_MESSAGES: dict[str, Unsupported | None] = {
+    **each_of("cache_control context_management diagnostics inference_geo metadata service_tier speed betas", None),
+    **each_of("user_profile_id workspace_id", None),
+    **each_of("container mcp_servers", Unsupported("the server runs no tools", _NOTHING)),
+}
 _OF_BODY: dict[type[Body], dict[str, Unsupported | None]] = {
     Completion: {
         **_GENERATION,
@@ -120,6 +126,8 @@ _OF_BODY: dict[type[Body], dict[str, Unsupported | None]] = {
         "with_pieces": _use("return_token_strs", False),
         "parse_special": Unsupported("special tokens in a text are tokens", (None, True)),
     },
+    CountTokens: _OF_MESSAGES,
+    Messages: _OF_MESSAGES,
     Detokenize: {},
     LoadAdapter: {
         "load_inplace": Unsupported("unload the adapter first", _OFF),
