@@ -37,7 +37,6 @@ FLOORS = (
         "graphdecode.config",
         "graphdecode.errors",
         "graphdecode.extensions",
-        "graphdecode.hub",
         "graphdecode.memory",
     ),
     ("graphdecode.kernels",),

@@ -455,6 +455,21 @@ class ServerConfig:
     trust_request_chat_template: bool = _server(
         False, BOOLEAN, "Allow `chat_template` in requests: a program, which runs in a child process with limits."
     )
+    tool_call_parser: str | None = _server(
+        None,
+        none_or(matching(r"\S+", "a name", "NAME"), '"hermes"'),
+        "How the model writes calls of functions, by vLLM's name of the parser; left out: the chat template tells.",
+    )
+    reasoning_parser: str | None = _server(
+        None,
+        none_or(matching(r"\S+", "a name", "NAME"), '"qwen3"'),
+        "How the model marks its thoughts, by vLLM's name of the parser; left out: the chat template tells.",
+    )
+    constrain_tool_calls: bool = _server(
+        True,
+        BOOLEAN,
+        "Let calls, once the model begins one, only be of the given functions, with arguments by their schemas.",
+    )
     lora_modules: _Texts = _server(
         (),
         texts("NAME=FOLDER"),

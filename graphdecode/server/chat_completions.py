@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,19 +17,19 @@ from graphdecode.server.preprocessing import Preprocessor
 from graphdecode.server.protocol import ChatCompletion, Tokenize
 from graphdecode.server.reply import Cursor, Delta, Prepared
 from graphdecode.server.service import Service
-from graphdecode.server.structured_outputs import StructuredOutput, structured_output_of, structured_output_of_calls
+from graphdecode.server.structured_outputs import structured_output_of, structured_output_of_calls
 from graphdecode.server.tool_prompts import function_name, messages_with_tools
 from graphdecode.text.chat import RenderedChat, render_chat
 from graphdecode.text.chat_formats import (
-    BARE_JSON,
     CallArguments,
     CallStart,
     ChatFormat,
     Content,
     Reasoning,
     ReplyEvent,
-    format_of,
+    with_bare_calls,
 )
+from graphdecode.text.chat_formats.constraint import Calling
 from graphdecode.text.input_processor import ParentRequest
 
 
@@ -43,7 +44,7 @@ class ChatReply(ChoicesReply):
     ) -> None:
         super().__init__(service, prepared, parents, admission)
         self._echoed = prepared.echoed
-        self._parsers = [prepared.parser() for _ in self.cursors]
+        self._parsers = [prepared.parser(cursor.parent) for cursor in self.cursors]
 
     def choice(self, cursor: Cursor, delta: Delta, *, whole: bool = False) -> dict[str, Any] | None:
         """See `ChoicesReply.choice`."""
@@ -113,35 +114,51 @@ def prepared_chat(preprocessor: Preprocessor, body: ChatCompletion) -> Prepared:
     if body.top_logprobs is not None and not body.logprobs:
         raise HttpError(400, "top_logprobs needs logprobs to be true", param="top_logprobs")
     wants_tools = bool(body.tools) and body.tool_choice != "none"
-    tools = dict(_functions(body))
-    chat_format = _chat_format(preprocessor, body, body.tools) if wants_tools else None
-    structured = _structured(preprocessor, body, chat_format)
+    functions = dict(_functions(body))
+    tools = functions if wants_tools else {}
+    if not tools and body.tool_choice not in (None, "none", "auto"):
+        raise HttpError(400, "tool_choice needs tools to choose from", param="tool_choice")
+    requested = structured_output_of(body)
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     params = preprocessor.sampling_params(body, max_tokens=body.most_tokens, logprobs=logprobs)
-    if chat_format is not None and chat_format.is_special:
-        params = params.unchecked(skip_special_tokens=False)
+    chat_format = preprocessor.chat_format(body.chat_template, body.tools if wants_tools else None)
+    if chat_format is not None and not wants_tools:
+        chat_format = replace(chat_format, calls=None)
+    if wants_tools:
+        chat_format = with_bare_calls(chat_format)
     rendered = rendered_chat(preprocessor, body, with_tools=wants_tools)
+    special_tokens = {} if chat_format is None else preprocessor.special_tokens(chat_format.markers)
+    if special_tokens:
+        params = params.unchecked(skip_special_tokens=False)
+    in_reasoning = chat_format is not None and _begins_in_thought(chat_format, rendered.text, body)
+    structured = requested
+    if wants_tools and chat_format is not None:
+        calling = Calling(tools, must=False, in_reasoning=in_reasoning, special_tokens=special_tokens)
+        auto = preprocessor.config.constrain_tool_calls and requested is None
+        calls = structured_output_of_calls(body, chat_format, calling, constrains_auto=auto)
+        if calls is not None and requested is not None:
+            message = f"{requested.field} cannot be combined with strict or required tools"
+            raise HttpError(400, message, param=requested.field)
+        structured = requested or calls
     ending, is_structured = rendered.ending(params), structured is not None
     shared = preprocessor.tokenized_params(ending, 1, body, is_structured=is_structured)
     prompt = preprocessor.tokenized_prompt(rendered.text, rendered.token_ids, shared, body)
-    return Prepared(protocol.without_large_parts(body), [prompt], structured, chat_format, tools, body.echoed)
+    slim = protocol.without_large_parts(body)
+    is_constrained = requested is None and structured is not None
+    return Prepared(slim, [prompt], structured, chat_format, tools, body.echoed, in_reasoning, is_constrained)
 
 
-def _structured(
-    preprocessor: Preprocessor, body: ChatCompletion, chat_format: ChatFormat | None
-) -> StructuredOutput | None:
-    requested = structured_output_of(body)
-    if chat_format is None:
-        if body.tool_choice not in (None, "none", "auto"):
-            raise HttpError(400, "tool_choice needs tools to choose from", param="tool_choice")
-        return requested
-    opening_id = preprocessor.tokenizer.convert_tokens_to_ids(chat_format.opening) if chat_format.is_special else None
-    calls = structured_output_of_calls(body, chat_format, opening_id)
-    if calls is not None and requested is not None:
-        raise HttpError(
-            400, f"{requested.field} cannot be combined with strict or required tools", param=requested.field
-        )
-    return requested or calls
+def _begins_in_thought(chat_format: ChatFormat, prompt: str, body: ChatCompletion) -> bool:
+    """Return whether the output goes on with a thought that the prompt begins."""
+    thinking = chat_format.thinking
+    if thinking is None:
+        return False
+    opening, closing = thinking.opening.strip(), thinking.closing.strip()
+    if body.begins_message:
+        text = prompt.rstrip()
+        return text.endswith(opening) or (thinking.is_open and not text.endswith(closing))
+    last = (body.messages[-1] if body.messages else {}).get("content")
+    return isinstance(last, str) and last.rfind(opening) > last.rfind(closing)
 
 
 def rendered_chat(
@@ -166,24 +183,14 @@ def rendered_chat(
         add_special_tokens=bool(body.add_special_tokens),
     )
     messages, tools = body.messages or [], (body.tools or None) if with_tools else None
-    if _chat_format(preprocessor, body, tools) is not BARE_JSON:
+    chat_format = preprocessor.chat_format(body.chat_template, tools)
+    if chat_format is not None and (chat_format.calls is not None or chat_format.channels is not None):
         return render(messages, tools=tools)
     choice = getattr(body, "tool_choice", None)
     try:
         return render(messages_with_tools(messages, tools, choice))
     except ArgumentError:  # some templates take no system message
         return render(messages_with_tools(messages, tools, choice, to_user=True))
-
-
-def _chat_format(
-    preprocessor: Preprocessor, body: ChatCompletion | Tokenize, tools: Sequence[dict[str, Any]] | None
-) -> ChatFormat:
-    """Return how the model writes calls: bare JSON if its template has no format."""
-    try:
-        template = preprocessor.tokenizer.get_chat_template(body.chat_template, tools)
-    except ValueError:  # it has none, or several and no default
-        template = None
-    return format_of(template) or BARE_JSON
 
 
 def _functions(body: ChatCompletion) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -13,12 +13,11 @@ from graphdecode.config.sampling_params import MAX_OUTPUTS
 from graphdecode.engine import SamplingParams
 from graphdecode.engine.request import ContextLengthError
 from graphdecode.errors import GraphdecodeError, shown
-from graphdecode.models.sentence_transformers import SentenceFiles
 from graphdecode.server.http import HttpError
 from graphdecode.server.messages import EngineReady
-from graphdecode.server.protocol import ChatCompletion, Generation, sampling_params
+from graphdecode.server.protocol import Generation, sampling_params
+from graphdecode.text.chat_formats import ChatFormat, format_of
 from graphdecode.text.input_processor import InputProcessor, TokenizedParams, TokenizedPrompt
-from graphdecode.text.pooling import Pooler
 
 
 @dataclass
@@ -31,7 +30,6 @@ class Preprocessor:
     sampling_defaults: SamplingParams  # from the checkpoint
     engine: EngineReady
     max_open: int  # outputs that run and wait at a time
-    pooler: Pooler = field(default_factory=lambda: Pooler(SentenceFiles()))
     adapters: Collection[str] = ()  # names that requests may give as their model; a child does not see later ones
 
     @cached_property
@@ -48,6 +46,21 @@ class Preprocessor:
         with suppress(GraphdecodeError):
             self.input_processor.grammars.warm()
         return self
+
+    def chat_format(self, chat_template: str | None, tools: Any) -> ChatFormat | None:
+        """Return how the model writes with a request's template; None: there is nothing to be parsed."""
+        try:
+            template = self.tokenizer.get_chat_template(chat_template, tools)
+        except ValueError:  # it has none, or several and no default
+            template = None
+        calls, thoughts = self.config.tool_call_parser, self.config.reasoning_parser
+        return format_of(template, tool_call_parser=calls, reasoning_parser=thoughts)
+
+    def special_tokens(self, markers: Collection[str]) -> dict[str, int]:
+        """Return the special tokens within some markers, by their text."""
+        texts = self.input_processor.texts
+        special = {} if texts is None else texts.special
+        return {text: token for token, text in special.items() if text and any(text in each for each in markers)}
 
     def adapter_of(self, name: str | None) -> str | None:
         """Return the adapter that a model's name means; None: the base model."""
@@ -67,23 +80,19 @@ class Preprocessor:
             raise HttpError(400, f"n must be an integer in 1..{most}, got {body.n}", param="n")
         return sampling_params(body, self.sampling_defaults, **others)
 
-    def check_counts(self, prompts: int, outputs: int, name: str) -> None:
-        """Raise HttpError for a number of prompts, or of outputs of all together, that is not served."""
-        most = self.config.max_prompts
-        if not 1 <= prompts <= most:
-            raise HttpError(400, f"{name} must be 1..{most} prompts, got {prompts}", param=name)
-        if prompts * outputs > self.max_open:
-            message = (
-                f"n: {prompts} prompts with {outputs} outputs each are {prompts * outputs}, and {self.max_open} "
-                "outputs at most run and wait at a time (max_batch_size and max_waiting)"
-            )
-            raise HttpError(400, message, param="n" if outputs > 1 else name)
-
     def tokenized_params(
         self, params: SamplingParams, prompts: int, body: Generation, *, is_structured: bool
     ) -> TokenizedParams:
         """Check the parameters that all prompts of a request share; raises `HttpError` or `ArgumentError`."""
-        self.check_counts(prompts, params.n, "prompt")
+        most = self.config.max_prompts
+        if not 1 <= prompts <= most:
+            raise HttpError(400, f"prompt must be 1..{most} prompts, got {prompts}", param="prompt")
+        if prompts * params.n > self.max_open:
+            message = (
+                f"n: {prompts} prompts with {params.n} outputs each are {prompts * params.n}, and {self.max_open} "
+                "outputs at most run and wait at a time (max_batch_size and max_waiting)"
+            )
+            raise HttpError(400, message, param="n" if params.n > 1 else "prompt")
         if body.stream and body.prompt_logprobs is not None:
             raise HttpError(400, "prompt_logprobs must be null with stream", param="prompt_logprobs")
         shared = self.input_processor.tokenized_params(params, is_structured=is_structured)
@@ -101,11 +110,9 @@ class Preprocessor:
 
         The message of the latter is vLLM's.
         """
-        begins_message = isinstance(body, ChatCompletion) and body.begins_message
-        process = self.input_processor.tokenized_prompt
-        tokenized = process(prompt, token_ids, params, begins_message=begins_message)
+        tokenized = self.input_processor.tokenized_prompt(prompt, token_ids, params)
         length, limit = len(tokenized.token_ids), self.engine.rules.capacity.token_limit
-        if body.most_tokens is not None and not body.ends_at_context and length + body.most_tokens > limit:
+        if body.most_tokens is not None and length + body.most_tokens > limit:
             requested = shown(body.most_tokens)
             raise ContextLengthError(
                 f"{body.length_field} is too large: {requested}. This model's maximum context length is {limit} tokens "

@@ -51,14 +51,15 @@ class Prepared(NamedTuple):
     echoed: str = ""  # the text before the answer in its message
     in_reasoning: bool = False  # the prompt ends within the thought
     is_constrained: bool = False  # a grammar makes the calls
-    about: Any = None  # what the reply of another API needs to know of its request
 
-    def parser(self) -> ReplyParser | None:
-        """Return a new parser of an output; None: it is content as it is."""
+    def parser(self, parent: ParentRequest) -> ReplyParser | None:
+        """Return a new parser of an output of a prompt; None: it is content as it is."""
         if self.chat_format is None:
             return None
-        reasons, constrained = self.in_reasoning, self.is_constrained
-        return ReplyParser(self.chat_format, tools=self.tools or {}, in_reasoning=reasons, is_constrained=constrained)
+        # a grammar that could not be compiled may have been left out
+        constrained = self.is_constrained and any(request.grammar is not None for request, _ in parent.children)
+        tools, in_reasoning = self.tools or {}, self.in_reasoning
+        return ReplyParser(self.chat_format, tools=tools, in_reasoning=in_reasoning, is_constrained=constrained)
 
 
 class Delta(NamedTuple):
@@ -132,9 +133,6 @@ class Reply(Response, ABC):
     async def whole_body(self) -> bytes:
         """Return the body of the whole response, once its outputs have ended."""
 
-    def update(self) -> None:
-        """Take in what the outputs have grown by, while the whole response is awaited."""
-
     async def first_events(self) -> bytes:
         """Return the events with which a stream begins, before its first token."""
         return b""
@@ -198,7 +196,7 @@ class Reply(Response, ABC):
         try:
             async with contextlib.aclosing(self._updates()) as updates:
                 async for _ in updates:
-                    self.update()
+                    pass
         except (GraphdecodeError, TimeoutError) as error:
             raise self._failure(error) from error
         return await self.whole_body()
@@ -207,10 +205,10 @@ class Reply(Response, ABC):
         try:
             response: Response = Response(await self.whole(), media_type="application/json")
         except HttpError as failed:
-            response = error_response(failed, scope)
+            response = error_response(failed)
         except asyncio.CancelledError:
             if self.service.draining:
-                await error_response(self._cut_off(), scope)(scope, receive, send)
+                await error_response(self._cut_off())(scope, receive, send)
             raise
         await response(scope, receive, send)
 

@@ -26,7 +26,6 @@ from graphdecode.server.telemetry import Metrics, Tracer, otlp_tracer
 from graphdecode.text.async_llm import AsyncFront
 from graphdecode.text.grammar import is_available
 from graphdecode.text.input_processor import ParentRequest, TokenizedPrompt
-from graphdecode.text.pooling import Pooler
 from graphdecode.text.router import Router
 
 _POOL_MODULES = ("graphdecode.server.endpoints",)
@@ -82,7 +81,6 @@ class Service:
             on_events=lambda events: self.router.deliver(events),
             on_status=lambda status: self.metrics.update(status),
         )
-        self._pooler = Pooler.of(path, settings.pooling)
         self.max_batch_size = settings.buckets.max_batch_size
         most = self.max_batch_size + config.max_waiting
         self.admissions = AdmissionControl(most, lambda: self.client.num_open)
@@ -106,8 +104,7 @@ class Service:
         assert self.client.ready is not None
         defaults, engine = self.sampling_defaults, self.client.ready
         most, adapters = self.admissions.max_outputs, self.client.adapters.keys()
-        names = (self.model_name, self.tokenizer, self.config, defaults, engine, most, self._pooler)
-        return Preprocessor(*names, adapters)
+        return Preprocessor(self.model_name, self.tokenizer, self.config, defaults, engine, most, adapters)
 
     async def load_adapter(self, name: str, folder: str) -> None:
         """Load an adapter from `lora_folder`; raises `HttpError`, or as `EngineClient.change_adapter`."""
@@ -168,7 +165,8 @@ class Service:
             try:
                 grammar = await self.grammar_compiler.grammar(structured.params, caller)
             except ArgumentError as error:
-                raise HttpError(400, structured.error_text(error), param=structured.field) from error
+                if not structured.is_optional:
+                    raise HttpError(400, structured.error_text(error), param=structured.field) from error
         parents, input_processor = [], self.preprocessor.input_processor
         limit = self.client.rules.capacity.token_limit
         for prompt in prompts:

@@ -7,8 +7,7 @@ import hashlib
 import json
 import resource
 from collections import OrderedDict
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,10 +24,9 @@ from graphdecode.server.preprocessing import Preprocessor
 from graphdecode.server.protocol import ChatCompletion, Generation
 from graphdecode.server.tool_prompts import function_name
 from graphdecode.text.chat_formats import ChatFormat
+from graphdecode.text.chat_formats.constraint import Calling, grammar_of_calls
 from graphdecode.text.grammar import MAX_GRAMMAR_LENGTH
 
-# llguidance's options for arguments: unsupported keywords are refused; JSON is spaced as chat templates write it
-_STRICT = {"lenient": False, "whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _PARAM_NAMES = frozenset(field.name for field in fields(StructuredOutputsParams))
 # field of a request -> field of `structured_outputs`
 _FIELDS = {
@@ -37,11 +35,6 @@ _FIELDS = {
     "regex": "regex",
     "grammar": "grammar",
 }
-# keywords of a tool's parameters: schemas of only the first have no parameters, the others set the type
-_EMPTY_KEYWORDS = frozenset(
-    {"$schema", "$id", "$comment", "title", "description", "type", "properties", "required", "strict"}
-)
-_TYPE_KEYWORDS = frozenset({"type", "$ref", "allOf", "anyOf", "oneOf", "const", "enum"})
 _COMPILING_LIMITS = JobLimits(cpu_seconds=4, wall_seconds=60.0, memory_bytes=512 << 20)
 _MAX_RESULTS, _MAX_RESULT_CHARACTERS = 256, 8 << 20
 _LEAST_SIZE = 1 << 14  # size of a job, for fairness: small grammars may take long, too
@@ -52,6 +45,7 @@ class StructuredOutput(NamedTuple):
 
     params: StructuredOutputsParams
     field: str  # name of the request's field
+    is_optional: bool = False  # a request whose grammar cannot be compiled goes without one
 
     def error_text(self, error: ArgumentError) -> str:
         """Return an error of the engine with the names of the request's fields."""
@@ -137,77 +131,46 @@ def _checked(params: dict[str, Any], field: str) -> StructuredOutput:
 
 
 def structured_output_of_calls(
-    body: ChatCompletion, tool_format: ChatFormat, opening_id: int | None
+    body: ChatCompletion, chat_format: ChatFormat, calling: Calling, *, constrains_auto: bool
 ) -> StructuredOutput | None:
-    """Return the grammar of outputs that must call tools, or whose calls match the schemas of strict tools.
+    """Return the grammar of outputs that must call functions, or whose calls, once begun, match their schemas.
 
-    `opening_id` is the token of `tool_format.opening`, if that is special. Raises `HttpError` for a malformed tool.
+    `calling` says how; its functions are those of the body. With `constrains_auto`, that holds for all functions that
+    may be called, where a grammar can be made; else for strict ones. Raises `HttpError` for a malformed tool.
     """
     functions = [tool["function"] for tool in body.tools or [] if isinstance(tool.get("function"), dict)]
-    choice = body.tool_choice
+    choice, must = body.tool_choice, False
+    several = body.parallel_tool_calls is not False
     if isinstance(choice, dict):
         named_function = function_name(choice) if choice.get("type") == "function" else None
         functions = [function for function in functions if function.get("name") == named_function]
         if named_function is None or not functions:
             raise HttpError(400, "tool_choice must name one of the tools", param="tool_choice")
-        return _calls(functions, tool_format, opening_id, several=False, amid_text=False)
-    several = body.parallel_tool_calls is not False
-    if choice == "required":
-        return _calls(functions, tool_format, opening_id, several=several, amid_text=False)
-    if tool_format.opening and any(function.get("strict") is True for function in functions):
-        anything = {"parameters": {"type": "object"}}
-        functions = [each if each.get("strict") is True else {**each, **anything} for each in functions]
-        return _calls(functions, tool_format, opening_id, several=several, amid_text=True)
-    return None
-
-
-def _calls(
-    functions: Sequence[dict[str, Any]],
-    tool_format: ChatFormat,
-    opening_id: int | None,
-    *,
-    several: bool,
-    amid_text: bool,
-) -> StructuredOutput:
-    """Return a Lark grammar of calls; each schema is a separate document, so that its references resolve."""
+        must, several = True, False
+    elif choice == "required":
+        must = True
+    has_strict = any(function.get("strict") is True for function in functions)
+    if not (must or has_strict or constrains_auto):
+        return None
     named = [(function.get("name"), function.get("parameters")) for function in functions]
     if not named or not all(
         isinstance(name, str) and isinstance(parameters, dict | None) for name, parameters in named
     ):
         raise HttpError(400, "tools: each function must have a name, and parameters that are a schema", param="tools")
-    opening, closing = tool_format.opening, tool_format.closing
-    lead = f"<[{opening_id}]>" if tool_format.is_special else json.dumps(opening) if opening else ""
-    rules = ["TEXT: /(.|\\n)*/"]
-    if amid_text and tool_format.is_special:
-        lead = f"TEXT {lead}"
-    elif amid_text:
-        rules.append(f"opening[lazy]: /(.|\\n)*/ {lead}")
-        lead = "opening"
-    if closing:
-        rules.append(f"block: {lead} NEWLINE call NEWLINE {json.dumps(closing)}")
-    elif opening:
-        rules.append(f"""block: {lead} "[" call {'(", " call)*' if several else ""} "]" """)
-    else:
-        rules.append("block: call")
-    if amid_text:
-        rules.append("start: block* TEXT")
-    else:
-        rules.append("start: block (NEWLINE block)*" if several and closing else "start: block")
-    rules += ['NEWLINE: "\\n"', f"call: {' | '.join(f'call_{index}' for index in range(len(named)))}"]
-    for index, (name, parameters) in enumerate(named):
-        head = f'{{"name": {json.dumps(name)}, "{tool_format.arguments}": '
-        rules.append(f'call_{index}: {json.dumps(head)} arguments_{index} "}}"')
-        schema = _schema_of_arguments(parameters or {}) | {"x-guidance": _STRICT}
-        rules.append(f"arguments_{index}: %json {json.dumps(schema)}")
-    return StructuredOutput(StructuredOutputsParams(grammar="\n".join(["%llguidance {}", *rules, ""])), "tools")
-
-
-def _schema_of_arguments(parameters: dict[str, Any]) -> dict[str, Any]:
-    """Return a tool's parameters as the schema of an object, which is empty where they describe none."""
-    if not parameters.get("properties") and parameters.keys() <= _EMPTY_KEYWORDS:
-        is_open = parameters.get("type") == "object" and "properties" not in parameters  # it says that it is any object
-        parameters = parameters if is_open else {**parameters, "additionalProperties": False}
-    return parameters if parameters.keys() & _TYPE_KEYWORDS else {"type": "object", **parameters}
+    tools = {name: parameters or {} for name, parameters in named}
+    if has_strict and not must:
+        anything = {"type": "object"}
+        tools = {each["name"]: tools[each["name"]] if each.get("strict") is True else anything for each in functions}
+    is_optional = not (must or has_strict)
+    try:
+        grammar = grammar_of_calls(chat_format, replace(calling, tools=tools, must=must, several=several))
+    except ArgumentError as error:
+        if is_optional:
+            return None
+        raise HttpError(400, f"tools: {error}", param="tools") from error
+    if grammar is None or (is_optional and len(grammar) > MAX_GRAMMAR_LENGTH):
+        return None
+    return StructuredOutput(StructuredOutputsParams(grammar=grammar), "tools", is_optional)
 
 
 class _Results(OrderedDict[bytes, str]):

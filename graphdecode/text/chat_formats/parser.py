@@ -1,241 +1,417 @@
-"""The parser of outputs: reasoning, content and tool calls, as they come."""
+"""The parser of outputs: one for all chat formats, which are data."""
 
 from __future__ import annotations
 
 import json
-import re
 import secrets
 import string
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Generator, Sequence
+from functools import partial
+from typing import Any
 
-from graphdecode.text.chat_formats.chat_format import ChatFormat
-from graphdecode.text.chat_formats.events import CallArguments, CallEnd, CallStart, Content, ReplyEvent
+from graphdecode.text.chat_formats.arguments import is_json, json_value, read_arguments, text_of
+from graphdecode.text.chat_formats.chat_format import (
+    CallSyntax,
+    Channels,
+    ChatFormat,
+    JsonCall,
+    LiteralArguments,
+    Thinking,
+    Tools,
+)
+from graphdecode.text.chat_formats.events import CallArguments, CallEnd, CallStart, Content, Reasoning, ReplyEvent
+from graphdecode.text.chat_formats.source import NoCallError, Reading, Sink, TextSource, words
 
-_MARKS = re.compile(r'[{}\[\]"]')  # between values
-_IN_TEXT = re.compile(r'["\\]')
-_BETWEEN = "\n; "  # characters between two calls, or after the last one
 _ID_LETTERS, _ID_LENGTH = string.ascii_letters + string.digits, 9  # Mistral's templates refuse other ids
-_SPACE = re.compile(r"[ \t\n\r]*")
-_DECODER = json.JSONDecoder()
+_MOST_SPACES = 64  # before a marker, which are no content
+_BETWEEN = ("\n", ";", " ")  # between two calls, or after the last one
+# characters that may be read again, for each of the text and beside, so that the time stays in proportion to it
+_REREAD, _REREAD_FIRST = 8, 1 << 14
 
 
-class _Call(NamedTuple):
-    """A complete call."""
+class _Held:
+    """Passes text on without its last spaces, until it is known whether they belong to it."""
 
-    name: str
-    arguments: str  # JSON, as the model wrote it
+    def __init__(self, sink: Sink) -> None:
+        self._sink = sink
+        self._spaces = ""
+
+    def add(self, piece: str) -> None:
+        """Take a piece of the text."""
+        text = self._spaces + piece
+        end = len(text) - min(len(text) - len(text.rstrip()), _MOST_SPACES)
+        self._spaces = text[end:]
+        self._sink(text[:end])
+
+    def release(self) -> None:
+        """Pass the spaces on."""
+        self._sink(self._spaces)
+        self._spaces = ""
+
+
+class _Call:
+    """A call that is being read: its events come at once if it is constrained, else once it is complete."""
+
+    def __init__(self, parser: ReplyParser) -> None:
+        self._parser = parser
+        self._arguments: list[str] = []
+        self._call_id: str | None = None
+        self.name: str | None = None
+        self.index = -1  # once it began
+        self._is_finished = False
+
+    @property
+    def is_open(self) -> bool:
+        """Whether its beginning was told, and its end not yet."""
+        return self.index >= 0 and not self._is_finished
+
+    def named(self, name: str, *, call_id: str | None = None, number: int | None = None) -> None:
+        """Take the name of the function; raises NoCallError for an unknown one."""
+        if name not in self._parser.tools:
+            raise NoCallError
+        self.name = name
+        self._call_id = call_id or self._parser.call_id(name, number)
+        if self._parser.is_constrained:
+            self._begin()
+            arguments, self._arguments = self._arguments, []
+            for piece in arguments:
+                self.argue(piece)
+
+    def argue(self, piece: str) -> None:
+        """Take a piece of the arguments."""
+        if self.index >= 0:
+            self._parser.emit(CallArguments, piece, self.index)
+        else:
+            self._arguments.append(piece)
+
+    def finish(self) -> None:
+        """End a call that is complete; raises NoCallError if it is none."""
+        if self.index < 0:
+            arguments = "".join(self._arguments) or "{}"
+            if arguments.startswith('"') and is_json(arguments):  # JSON within JSON
+                arguments = json.loads(arguments)
+            arguments = "{}" if arguments == "null" else arguments
+            if self.name is None or not arguments.startswith("{") or not is_json(arguments):
+                raise NoCallError
+            self._begin()
+            self._parser.emit(CallArguments, arguments, self.index)
+        self._is_finished = True
+        self._parser.emit(CallEnd, "", self.index)
+
+    def _begin(self) -> None:
+        assert self.name is not None
+        assert self._call_id is not None
+        self.index = self._parser.num_calls
+        self._parser.num_calls += 1
+        self._parser.emit(CallStart, "", self.index, self._call_id, self.name)
 
 
 class ReplyParser:
-    """Parses an output, which comes in pieces, into events; `num_calls` are those begun so far.
+    """Parses an output, which comes in pieces, into events.
 
-    `tools` are the functions that may be called, with the schemas of their parameters; empty: no calls are looked for.
-    `in_reasoning`: the prompt ends within the thought. `is_constrained`: a grammar makes the calls, so that their
-    arguments come as they are written; else a call comes once it is complete, and what is no call is content.
+    Args:
+        chat_format: how the model writes.
+        tools: functions that may be called, with the schemas of their parameters; empty: no calls are looked for.
+        in_reasoning: the prompt ends within the thought.
+        is_constrained: a grammar makes the calls, so that their arguments come as they are written. Else a call comes
+            once it is complete, and what is no call is content.
     """
 
     def __init__(
         self,
         chat_format: ChatFormat,
         *,
-        tools: Mapping[str, Mapping[str, Any]],
+        tools: Tools,
         in_reasoning: bool = False,
         is_constrained: bool = False,
     ) -> None:
-        self._reader = _ToolCallReader(chat_format, frozenset(tools)) if tools else None
-        self.num_calls = 0
+        self._format = chat_format
+        self.tools = tools
+        self.is_constrained = is_constrained
+        self.num_calls = 0  # begun so far
+        self._in_reasoning = in_reasoning
+        self._events: list[tuple[type, list[str], int, tuple[str, ...]]] = []
+        self._source = TextSource()
+        self._reread = 0
+        self._reading: Generator[None, None, None] | None = self._read()
 
     def feed(self, text: str, *, final: bool) -> list[ReplyEvent]:
         """Return the events that a piece of the output adds; `final`: it is the last piece."""
-        content, calls = (text, list[_Call]()) if self._reader is None else self._reader.feed(text, final=final)
-        events: list[ReplyEvent] = [Content(content)] if content else []
-        for call in calls:
-            index, self.num_calls = self.num_calls, self.num_calls + 1
-            call_id = "".join(secrets.choice(_ID_LETTERS) for _ in range(_ID_LENGTH))
-            events += [CallStart(index, call_id, call.name), CallArguments(index, call.arguments), CallEnd(index)]
-        return events
+        self._source.feed(text, final=final)
+        if self._reading is not None:
+            try:
+                next(self._reading)
+            except StopIteration:
+                self._reading = None
+        events, self._events = self._events, []
+        return [_event(*each) for each in events]
 
+    def emit(self, kind: type, text: str, index: int = -1, *more: str) -> None:
+        """Add an event, or a text to the last one."""
+        if kind in (Reasoning, Content, CallArguments):
+            if not text:
+                return
+            if self._events and self._events[-1][0] is kind and self._events[-1][2] == index:
+                self._events[-1][1].append(text)
+                return
+        self._events.append((kind, [text], index, more))
 
-class _JsonExtent:
-    """Finds the end of a JSON object or array in a text that comes in pieces, in linear time."""
+    def call_id(self, name: str, number: int | None) -> str:
+        """Return the id of a new call."""
+        if self._format.call_id:
+            return self._format.call_id.format(name=name, index=self.num_calls if number is None else number)
+        return "".join(secrets.choice(_ID_LETTERS) for _ in range(_ID_LENGTH))
 
-    def __init__(self) -> None:
-        self._depth = 0
-        self._in_text = self._is_escaped = False
+    def _read(self) -> Reading[None]:
+        if self._format.channels is not None:
+            yield from self._messages(self._format.channels)
+            return
+        if self._format.thinking is not None:
+            yield from self._thoughts(self._format.thinking)
+        if self._format.calls is None or not self.tools:
+            yield from self._source.rest(self._say)
+        elif self._format.calls.opening or self._format.calls.section_opening:
+            yield from self._answer(self._format.calls)
+        else:
+            yield from self._bare_answer(self._format.calls)
 
-    def end(self, piece: str) -> int | None:
-        """Return the end in the next piece; None: it goes on."""
-        position = 0
-        while position < len(piece):
-            if self._is_escaped:
-                self._is_escaped = False
-                position += 1
-                continue
-            match = (_IN_TEXT if self._in_text else _MARKS).search(piece, position)
-            if match is None:
-                return None
-            mark, position = match[0], match.end()
-            if self._in_text:
-                self._is_escaped, self._in_text = mark == "\\", mark != '"'
-            elif mark == '"':
-                self._in_text = True
-            else:
-                self._depth += 1 if mark in "{[" else -1
-                if self._depth <= 0:
-                    return position
-        return None
+    def _say(self, text: str) -> None:
+        self.emit(Content, text)
 
-
-class _ToolCallReader:
-    """Splits an output, which comes in pieces, into content and calls of known names; anything else is content."""
-
-    def __init__(self, tool_format: ChatFormat, names: frozenset[str]) -> None:
-        self._format = tool_format
-        self._names = names
-        self._text = ""  # not yet known to be content or a call
-        self._pieces: list[str] = []  # after it, while a call goes on
-        self._json_extent: _JsonExtent | None = None  # end of that call's JSON
-        self._unclosed: tuple[list[str], int] | None = None  # the calls' JSON and its end, while the closing is missing
-        self._is_inside = False  # the text begins like a call
-        self._follows_call = False  # a call came last
-        self._may_begin = True  # a bare call may begin here: at the beginning, and after another call
-
-    def feed(self, piece: str, *, final: bool) -> tuple[str, list[_Call]]:
-        """Return the content and the complete calls that a piece adds."""
-        if self._json_extent is not None and not final and self._json_extent.end(piece) is None:
-            self._pieces.append(piece)
-            return "", []
-        self._text = "".join([self._text, *self._pieces, piece])
-        self._pieces, self._json_extent = [], None
-        content, calls = "", list[_Call]()
+    def _thoughts(self, thinking: Thinking) -> Reading[None]:
+        """Read thoughts, without the spaces around them and after their markers."""
+        source, opening, is_open = self._source, words(thinking.opening), self._in_reasoning
         while True:
-            if not self._is_inside:
-                content += self._content(final)
-                if not self._is_inside:
-                    return content, calls
-            new_calls = self._complete(final)
-            if new_calls is None:
-                return content, calls
-            calls += new_calls
-            if not new_calls:  # it only looked like a call
-                self._is_inside = self._may_begin = False
-                self._unclosed = None
-                opening = self._format.opening
-                content += self._release(self._text.find(opening) + len(opening) if opening else len(self._text))
+            if not is_open:
+                source.remember()
+                try:
+                    yield from source.marker(thinking.opening)
+                except NoCallError:
+                    source.rewind()
+                    return
+                source.forget()
+            elif (yield from source.first_of(opening[:1])):  # it was in the prompt, and comes again
+                yield from source.marker(thinking.opening)
+            is_open = False
+            yield from source.space()
+            thought = _Held(lambda text: self.emit(Reasoning, text))
+            stop = yield from source.until([thinking.closing.strip()], thought.add)
+            if not stop:
+                thought.release()
+                return
+            source.at += len(stop)
+            yield from source.space()
 
-    def _content(self, final: bool) -> str:
-        """Return content up to the next call, without what may become its beginning."""
-        if self._follows_call:
-            self._text = self._text.lstrip(_BETWEEN)
-            self._follows_call = not self._text
-        opening, text = self._format.opening, self._text
-        if not opening:
-            self._is_inside = self._may_begin and text.lstrip().startswith("{")
-            if self._is_inside or (self._may_begin and not text.strip() and not final):
-                return ""
-            self._may_begin = False
-            return self._release(len(text))
-        at = text.find(opening)
-        if at < 0 and final:
-            return self._release(len(text))
-        if at < 0:
-            held_back = next((n for n in range(len(opening) - 1, 0, -1) if text.endswith(opening[:n])), 0)
-            return self._release(len(text[: len(text) - held_back].rstrip()))
-        self._is_inside = True
-        return self._release(len(text[:at].rstrip()))
+    def _answer(self, calls: CallSyntax) -> Reading[None]:
+        """Read content, and calls that an opening marks."""
+        source = self._source
+        opening = words(calls.section_opening or calls.opening)[0]
+        while True:
+            content = _Held(self._say)
+            if not (yield from source.until([opening], content.add)):
+                content.release()
+                return
+            source.remember()
+            if (yield from self._calls(calls)):
+                source.forget()
+                yield from self._after_calls()
+                continue
+            # it only looked like a call
+            content.release()
+            again = source.num_kept - len(opening)
+            if self._reread + again <= _REREAD_FIRST + _REREAD * source.position:
+                self._reread += again
+                source.rewind()
+                source.at += len(opening)
+                self._say(opening)
+            else:
+                self._say(source.forget())
 
-    def _release(self, length: int) -> str:
-        released, self._text = self._text[:length], self._text[length:]
-        return released
+    def _bare_answer(self, calls: CallSyntax) -> Reading[None]:
+        """Read an answer whose calls nothing marks: they are at its beginning."""
+        source, found = self._source, True
+        while found:
+            source.remember()
+            found = yield from self._calls(calls)
+            if not found:
+                source.rewind()
+            else:
+                source.forget()
+                yield from self._after_calls()
+        yield from source.rest(self._say)
 
-    def _complete(self, final: bool) -> list[_Call] | None:
-        """Remove calls from the front of the text; None: they are incomplete; empty: there is none."""
-        tool_format = self._format
-        body = self._text.lstrip()[len(tool_format.opening) :]
-        start = len(body) - len(body.lstrip())
-        if start == len(body):
-            return [] if final else None
-        if self._unclosed is None:
-            extent = _JsonExtent()
-            length = extent.end(body[start:]) if body[start] in "{[" else 0
-            if length is None and not final:
-                self._json_extent = extent
-                return None
-            if length is None and body[start] == "[":  # cut within a list
-                items, end = _items(body, start)
-                return self._calls_of([item for item in items if _is_json(item)], body[end:])
-            end = start + (length or 0)
-            if not _is_json(body[start:end]):
-                return []
-            self._unclosed = (_items(body, start)[0] if body[start] == "[" else [body[start:end]]), end
-        items, end = self._unclosed
-        rest = body[end:].lstrip()
-        if tool_format.closing:
-            if not rest.startswith(tool_format.closing):
-                if not tool_format.closing.startswith(rest):
-                    return []
-                return self._calls_of(items, "") if final else None  # cut within the closing
-            rest = rest[len(tool_format.closing) :]
-        return self._calls_of(items, rest)
+    def _after_calls(self) -> Reading[None]:
+        while (yield from self._source.peek()) in _BETWEEN:
+            self._source.at += 1
 
-    def _calls_of(self, items: Sequence[str], rest: str) -> list[_Call]:
-        self._unclosed = None
-        members = (_members(item) for item in items if item.startswith("{"))
-        calls = [call for each in members if (call := _call_of(each)) is not None and call.name in self._names]
-        if calls:
-            self._text = rest
-            self._is_inside, self._follows_call, self._may_begin = False, True, True
-        return calls
-
-
-def _is_json(text: str) -> bool:
-    """Return whether it is JSON whose numbers are finite."""
-    try:
-        json.dumps(json.loads(text), allow_nan=False)
-    except (ValueError, RecursionError):
-        return False
-    return True
-
-
-def _after_space(text: str, at: int) -> int:
-    match = _SPACE.match(text, at)
-    return at if match is None else match.end()
-
-
-def _items(text: str, start: int) -> tuple[list[str], int]:
-    """Return the items of the JSON array at a place, as they are written, and the end; of one that was cut, its whole
-    items, and where the next one begins."""
-    items, at = list[str](), _after_space(text, start + 1)
-    while at < len(text) and text[at] != "]":
+    def _calls(self, calls: CallSyntax) -> Reading[bool]:
+        """Read calls, and return whether there is one; what follows the last one is not read."""
+        source, found, call = self._source, False, _Call(self)
         try:
-            _, end = _DECODER.raw_decode(text, at)
-        except (ValueError, RecursionError):
-            return items, at
-        items.append(text[at:end])
-        at = _after_space(text, end)
-        if text.startswith(",", at):
-            at = _after_space(text, at + 1)
-    return items, at
+            if calls.optional_opening and (yield from source.first_of([calls.optional_opening])):
+                yield from source.marker(calls.optional_opening)
+            yield from source.marker(calls.section_opening)
+            if calls.is_list:
+                yield from source.marker(calls.opening)
+                yield from source.marker("[")
+            while True:
+                call = _Call(self)
+                if not calls.is_list:
+                    yield from source.marker(calls.opening)
+                yield from self._call(calls, call)
+                if not calls.is_list and not (yield from source.closes(calls.closing)):
+                    raise NoCallError
+                call.finish()
+                found = True
+                source.remember()
+                if not (yield from self._another(calls)):
+                    return True
+        except NoCallError:
+            if call.is_open:  # it is constrained, and was cut
+                call.finish()
+                source.remember()
+                return True
+            if found:
+                source.rewind()
+                source.remember()
+            return found
+
+    def _another(self, calls: CallSyntax) -> Reading[bool]:
+        """Read what is between two calls; return whether another one follows at once."""
+        source = self._source
+        if calls.is_list:
+            if (yield from source.first_of([","])):
+                yield from source.marker(",")
+                source.remember()
+                return True
+            if not (yield from source.closes("]")) or not (yield from source.closes(calls.closing)):
+                raise NoCallError
+        elif calls.section_opening:
+            opening = words(calls.opening)[0]
+            if (yield from source.first_of([opening])):
+                return True
+            if not (yield from source.closes(calls.section_closing)):
+                raise NoCallError
+        return False
+
+    def _call(self, calls: CallSyntax, call: _Call) -> Reading[None]:
+        source, syntax = self._source, calls.call
+        if isinstance(syntax, JsonCall):
+            yield from self._json_call(call)
+            return
+        yield from source.marker(syntax.prefix)
+        yield from source.space()
+        name: list[str] = []
+        infix = words(syntax.infix)
+        begins = [each for each in (*infix[:1], syntax.id_marker, syntax.number_marker) if each]
+        yield from text_of(source, "".join(each[0] for each in begins) or "<", name.append)
+        call_id, number = None, None
+        if syntax.id_marker and (yield from source.first_of([syntax.id_marker, *infix[:1]])) == syntax.id_marker:
+            yield from source.marker(syntax.id_marker)
+            found: list[str] = []
+            yield from text_of(source, infix[0][0], found.append)
+            call_id = "".join(found)
+        if syntax.number_marker:
+            yield from source.marker(syntax.number_marker)
+            digits: list[str] = []
+            yield from text_of(source, infix[0][0], digits.append)
+            if not "".join(digits).isdecimal():
+                raise NoCallError
+            number = int("".join(digits))
+        yield from source.marker(syntax.infix)
+        call.named("".join(name), call_id=call_id, number=number)
+        schema = self.tools["".join(name)]
+        ending = syntax.suffix or calls.closing
+        constrained = self.is_constrained
+        yield from read_arguments(source, syntax.arguments, ending, schema, call.argue, is_constrained=constrained)
+        if not isinstance(syntax.arguments, LiteralArguments):
+            yield from source.marker(syntax.suffix)
+
+    def _json_call(self, call: _Call) -> Reading[None]:
+        """Read a call that is a JSON object; its arguments are as they are written."""
+        source, is_first = self._source, True
+        yield from source.marker("{")
+        while not (yield from source.first_of(["}"])):
+            if not is_first:
+                yield from source.marker(",")
+            is_first = False
+            key = yield from self._json_text()
+            yield from source.marker(":")
+            yield from source.space()
+            if key == "name":
+                call.named((yield from self._json_text()))
+            elif key in ("arguments", "parameters"):
+                yield from json_value(source, call.argue)
+            else:
+                yield from json_value(source, lambda text: None)
+        yield from source.marker("}")
+
+    def _json_text(self) -> Reading[str]:
+        pieces: list[str] = []
+        if (yield from self._source.space()) != '"':
+            raise NoCallError
+        yield from json_value(self._source, pieces.append)
+        text = "".join(pieces)
+        if not is_json(text):
+            raise NoCallError
+        return str(json.loads(text))
+
+    def _messages(self, channels: Channels) -> Reading[None]:
+        """Read messages that each have a header."""
+        source, ends = self._source, [*channels.endings, channels.start, channels.channel]
+        begins = [channels.start, channels.channel, channels.recipient.strip(), channels.message]
+        was_thought = False
+        while (yield from source.peek()):
+            channel, recipient = channels.content, ""
+            if (yield from source.first_of(begins)):
+                header: list[str] = []
+                stop = yield from source.until([channels.message, *channels.endings], header.append)
+                source.at += len(stop)
+                if stop != channels.message:
+                    self._say("".join(header))
+                    continue
+                channel, recipient = _header(channels, "".join(header))
+            if recipient in self.tools:
+                yield from self._message_call(channels, recipient, ends)
+            else:
+                kind = Reasoning if channel == channels.reasoning else Content
+                if kind is Reasoning and was_thought:
+                    self.emit(Reasoning, "\n")
+                was_thought |= kind is Reasoning
+                yield from source.until(ends, partial(self.emit, kind))
+            ending = yield from source.first_of(channels.endings)
+            source.at += len(ending)
+
+    def _message_call(self, channels: Channels, name: str, ends: Sequence[str]) -> Reading[None]:
+        source, call = self._source, _Call(self)
+        pieces: list[str] = []
+        try:
+            call.named(name)
+            if self.is_constrained:
+                yield from json_value(source, call.argue)
+            else:
+                yield from source.until(ends, pieces.append)
+                call.argue("".join(pieces).strip())
+            call.finish()
+        except NoCallError:
+            if call.is_open:
+                call.finish()
+            else:
+                self._say("".join(pieces))
 
 
-def _members(text: str) -> dict[str, str]:
-    """Return the members of a JSON object, as they are written."""
-    members, at = dict[str, str](), _after_space(text, 1)
-    while text[at] != "}":
-        name, end = _DECODER.raw_decode(text, at)
-        start = _after_space(text, text.index(":", end) + 1)
-        _, end = _DECODER.raw_decode(text, start)
-        members[name] = text[start:end]
-        at = _after_space(text, end)
-        if text.startswith(",", at):
-            at = _after_space(text, at + 1)
-    return members
+def _header(channels: Channels, header: str) -> tuple[str, str]:
+    """Return the channel and the function that a header names."""
+    _, _, recipient = header.partition(channels.recipient)
+    called = recipient.partition(channels.channel)[0].partition(channels.constrain)[0].split()[:1]
+    _, _, channel = header.partition(channels.channel)
+    named = channel.partition(channels.constrain)[0].split()[:1]
+    return "".join(named) or channels.content, "".join(called)
 
 
-def _call_of(members: Mapping[str, str]) -> _Call | None:
-    """Return the call that is written in the members of an object, if it is one."""
-    name = json.loads(members.get("name", "null"))
-    written = members.get("arguments", members.get("parameters", "{}"))
-    arguments = json.loads(written) if written.startswith('"') else written
-    return _Call(name, arguments) if isinstance(name, str) else None
+def _event(kind: type, texts: list[str], index: int, more: tuple[str, ...]) -> Any:
+    if kind in (Reasoning, Content):
+        return kind("".join(texts))
+    if kind is CallArguments:
+        return CallArguments(index, "".join(texts))
+    return CallEnd(index) if kind is CallEnd else CallStart(index, *more)

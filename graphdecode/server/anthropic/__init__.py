@@ -1,1 +1,0 @@
-"""Anthropic's Messages API: its requests as chat completions, and their outputs as its messages and events."""
