@@ -92,15 +92,18 @@ class ChoiceCache:
         return choices if isinstance(choices, dict) else {}
 
 
+DEQUANTIZED = "dequantized"  # the path of products that dequantize their weight first
 _COUNTERS = 1 << 16
 _LEAST_BYTES = 1 << 20
+_SCRATCH_VALUES = 1 << 26  # of a dequantized weight, or a part of it
+_MANY_ROWS = (128, 256, 512)  # always measured; more have the choice of the last
 
 
 @dataclass(frozen=True)
 class LinearChoice:
     """The path of one layer shape at one number of rows, with its measurements."""
 
-    path: str  # the form's path; for an unquantized weight on a GPU "plain" or "small"
+    path: str  # the form's path; for an unquantized weight on a GPU "plain" or "small", for tiles also DEQUANTIZED
     config: SmallLinearConfig | None = None  # of the small path, and of tiles
     us: float | None = None  # microseconds of one product; None: not measured
     gb_per_s: float | None = None  # bytes of the weight over that time
@@ -130,7 +133,7 @@ class LinearChoice:
             return None
         numbers = (choice.us, choice.gb_per_s, choice.runner_up_us)
         is_possible = (
-            choice.path in (("small", "tiles") if config else ("plain",))
+            choice.path in (("small", "tiles") if config else ("plain", DEQUANTIZED))
             and kind in KINDS
             and all(isinstance(size, int) for size in sizes)
             and all(isinstance(number, float | int | None) for number in numbers)
@@ -153,6 +156,7 @@ class LinearTuner:
         self._choices: dict[str, LinearChoice] = {}  # by device, shape, dtype, bias, rows and versions
         self._cache = cache
         self._counters: dict[torch.device, Tensor] = {}
+        self._scratch: dict[tuple[torch.device, torch.dtype], Tensor] = {}
         self._clock: GraphClock | None = None
 
     @cached_property
@@ -164,6 +168,17 @@ class LinearTuner:
         if device not in self._counters:
             self._counters[device] = torch.zeros(_COUNTERS, dtype=torch.int32, device=device)
         return self._counters[device]
+
+    def scratch(self, device: torch.device, dtype: torch.dtype) -> Tensor | None:
+        """Return the memory that all weights on a GPU are dequantized into; None for floats of 32 bits.
+
+        The products run one after another. It never grows: captured steps have its address.
+        """
+        if device.type != "cuda" or dtype.itemsize != 2:
+            return None
+        if (device, dtype) not in self._scratch:
+            self._scratch[device, dtype] = torch.empty(_SCRATCH_VALUES, dtype=dtype, device=device)
+        return self._scratch[device, dtype]
 
     def choose_small(
         self,
@@ -198,6 +213,23 @@ class LinearTuner:
             return {}
         few = [rows for rows in batch_sizes if rows <= SKINNY_ROWS]
         return {rows: self._choice(weight, bias, rows, fused, triton_config(rows)) for rows in few}
+
+    def choose_dequantized(
+        self,
+        weight: TiledOperand,
+        batch_sizes: tuple[int, ...],
+        fused: FusedForm,
+        triton_config: Callable[[int], SmallLinearConfig],
+    ) -> dict[int, LinearChoice]:
+        """Return the faster product of a quantized weight and many rows: over tiles, or dequantized first.
+
+        Measured are the batch sizes above 64, up to 512, and some numbers of rows of prompts. `weight` has scratch.
+        """
+        if weight.nbytes < _LEAST_BYTES:
+            return {}
+        rows_of_steps = {rows for rows in batch_sizes if MOST_ROWS < rows <= max(_MANY_ROWS)}
+        many = sorted(rows_of_steps.union(_MANY_ROWS))
+        return {rows: self._choice(weight, None, rows, fused, triton_config(rows)) for rows in many}
 
     def _choice(
         self,
@@ -243,5 +275,8 @@ class LinearTuner:
             message = f"linear paths for {rows} rows could not be timed: {type(error).__name__}: {error}"
             warnings.warn(message, RuntimeWarning, stacklevel=2)
             return LinearChoice("plain" if triton_config is None else "tiles", triton_config)
-        path = "plain" if config is None else "small" if isinstance(weight, Tensor) else "tiles"
+        if isinstance(weight, Tensor):
+            path = "plain" if config is None else "small"
+        else:
+            path = DEQUANTIZED if config is None else "tiles"
         return LinearChoice.among(path, config, times, weight.nbytes)

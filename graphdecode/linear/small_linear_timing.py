@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
+from graphdecode.kernels.linear.dequantize_tiles import dequantized_linear
 from graphdecode.kernels.linear.linear import linear
 from graphdecode.kernels.linear.small_linear import (
     TILE_ROWS,
@@ -130,6 +131,7 @@ class TiledOperand(NamedTuple):
     tiles: WeightTiles
     in_features: int
     dtype: torch.dtype  # of the activations
+    scratch: Tensor | None = None  # into which it may be dequantized; None: it may not
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -234,11 +236,10 @@ class Contest:
     ) -> None:
         gain, epilogue = self._gain if self._fused.is_normed else None, self._fused.epilogue
         fused: dict[str, Any] = {"gain": gain, "eps": _EPS, "epilogue": epilogue}
-        if isinstance(weight, TiledOperand):
-            assert config is not None
-            tiled_linear(out, self._x, weight.tiles, self._bias, counters, config, **fused)
-        elif config is None:
+        if config is None:
             self._write_with_cublas(out, weight)
+        elif isinstance(weight, TiledOperand):
+            tiled_linear(out, self._x, weight.tiles, self._bias, counters, config, **fused)
         else:
             small_linear(out, self._x, weight, self._bias, counters, config, **fused)
 
@@ -252,12 +253,17 @@ class Contest:
         call = partial(self._launch, self._outs[0], self._weights[0], config, self._counters(config))
         return PrecedingProduct(call, self._residual.shape[1], self._fused.epilogue != "store")
 
-    def _write_with_cublas(self, out: Tensor, weight: Tensor) -> None:
+    def _write_with_cublas(self, out: Tensor, weight: Tensor | TiledOperand) -> None:
         x, epilogue = self._x, self._fused.epilogue
         if self._fused.is_normed:
             rms_norm(self._hidden, x, self._gain, _EPS)
             x = self._hidden
-        linear(out if epilogue == "store" else self._product, x, weight, self._bias)
+        product = out if epilogue == "store" else self._product
+        if isinstance(weight, Tensor):
+            linear(product, x, weight, self._bias)
+        else:
+            assert weight.scratch is not None
+            dequantized_linear(product, x, weight.tiles, self._bias, weight.scratch)
         if epilogue == "add":
             add_rms_norm(self._summed, out, self._product, None, 0.0)
         elif epilogue != "store":
@@ -359,15 +365,21 @@ def fastest_product(
 
 def fastest_tiled(
     weight: TiledOperand, bias: Tensor | None, rows: int, clock: GraphClock, fused: FusedForm, first: SmallLinearConfig
-) -> tuple[SmallLinearConfig, dict[str, float]]:
-    """Time Triton's kernel in its configuration `first`, and the CUDA C++ kernel, over a quantized weight.
+) -> tuple[SmallLinearConfig | None, dict[str, float]]:
+    """Time the products of a quantized weight: Triton's kernel in its configuration `first`, and the CUDA C++ kernel.
 
-    Returns the fastest, and all times in seconds by name.
+    If there is scratch for it, also cuBLAS over the dequantized weight. Returns the fastest (None: cuBLAS), and all
+    times in seconds by name.
     """
     contest = Contest(weight, bias, rows, fused, before=clock.before.get(rows), first=first)
     race = Race(contest, clock)
     race.run([first])
     race.run_skinny()
-    winner = next(iter(race.best()), first)
+    times = {str(config): seconds_taken for config, seconds_taken in race.seconds.items()}
+    winner: SmallLinearConfig | None = next(iter(race.best()), first)
+    if weight.scratch is not None:
+        times["dequantized"] = race.product_seconds(None)
+        if winner not in race.seconds or race.seconds[winner] > times["dequantized"] * _CUBLAS_MARGIN:
+            winner = None
     clock.before[rows] = contest.chosen(winner)
-    return winner, {str(config): seconds_taken for config, seconds_taken in race.seconds.items()}
+    return winner, times

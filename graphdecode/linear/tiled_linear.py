@@ -1,4 +1,7 @@
-"""Quantized weights in tiles, for a GPU; their products fuse norm and epilogue."""
+"""Quantized weights in tiles, for a GPU; their products fuse norm and epilogue.
+
+Products of more rows may dequantize the weight first, where that is faster.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +12,13 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from graphdecode.kernels.linear.small_linear import SmallLinearConfig, tiled_config
+from graphdecode.kernels.linear.dequantize_tiles import dequantized_linear
+from graphdecode.kernels.linear.small_linear import MOST_ROWS, SmallLinearConfig, tiled_config
 from graphdecode.kernels.linear.tiled_linear import tiled_linear
 from graphdecode.kernels.linear.weight_tiles import WeightTiles, columns_of, moved_tiles
 from graphdecode.kernels.model.act_mul import ACTIVATIONS, act_mul
 from graphdecode.kernels.native.optional_triton import has_early_start
-from graphdecode.linear.linear_choice import LinearChoice
+from graphdecode.linear.linear_choice import DEQUANTIZED, LinearChoice
 from graphdecode.linear.quantization.quantized_weight import QuantizedWeight
 from graphdecode.linear.quantized_linear import Int8Linear, QuantizedLinear
 from graphdecode.linear.small_linear_timing import FusedForm, TiledOperand
@@ -37,6 +41,8 @@ class TiledLinear(QuantizedLinear):
     is_invariant: bool  # a row's bits do not depend on the number of rows
     fused_form: FusedForm  # what a step fuses with the product
     order: Tensor | None = None  # int32 [in_features], the input feature of each column; None: in order
+    # workspace of products that dequantize the weight first, shared by all weights; None: there are none
+    scratch: Tensor | None = None
 
     @classmethod
     def of_parts(
@@ -63,25 +69,45 @@ class TiledLinear(QuantizedLinear):
         return form if options.batch_invariant else form._with_choices(options)
 
     def _with_choices(self, options: FormOptions) -> Self:
-        """Return the weight with the faster of two kernels for each batch size, if it is one part in order."""
-        if len(self.parts) > 1 or self.order is not None:
-            return self
-        operand = TiledOperand(self.parts[0], self.in_features, options.dtype)
-        triton_config = partial(self._config, is_normed=self.fused_form.is_normed)
-        chosen = options.tuner.choose_tiled(operand, self.bias, options.batch_sizes, options.fused, triton_config)
-        return replace(self, choices=chosen)
+        """Return the weight with the fastest product for some numbers of rows.
+
+        Few rows are measured if it is one part in order; many with its largest part, for all of them.
+        """
+        tuner, config = options.tuner, partial(self._config, is_normed=self.fused_form.is_normed)
+        largest = max(self.parts, key=lambda part: part.words.shape[1])
+        operand = TiledOperand(largest, self.in_features, options.dtype)
+        choices: dict[int, LinearChoice] = {}
+        if len(self.parts) == 1 and self.order is None:
+            choices |= tuner.choose_tiled(operand, self.bias, options.batch_sizes, options.fused, config)
+        scratch = tuner.scratch(options.device, options.dtype)
+        if scratch is not None and scratch.numel() >= self.in_features:
+            operand = operand._replace(scratch=scratch)
+            choices |= tuner.choose_dequantized(operand, options.batch_sizes, options.fused, config)
+        return replace(self, choices=choices, scratch=scratch)
 
     def apply(self, out: Tensor, x: Tensor) -> None:
         x = x if self.order is None else torch.index_select(x, 1, self.order)
-        self._product(x.shape[0]).write(out, x)
+        if self.scratch is None or out.dtype != self.scratch.dtype or not self._dequantizes(x.shape[0]):
+            self._product(x.shape[0]).write(out, x)
+            return
+        sizes = [part.words.shape[1] for part in self.parts]
+        biases = [None] * len(sizes) if self.bias is None else self.bias.split(sizes)
+        for part, bias, columns in zip(self.parts, biases, out.split(sizes, dim=1), strict=True):
+            dequantized_linear(columns, x, part, bias, self.scratch)
 
     def fused(self, rows: int) -> FusedProduct | None:
-        """Return the product; None if the input has to be reordered first."""
-        return self._product(rows) if self.order is None else None
+        """Return the product; None if the input has to be reordered, or the weight dequantized, first."""
+        return self._product(rows) if self.order is None and not self._dequantizes(rows) else None
 
     def choice(self, rows: int) -> LinearChoice:
         """Return the path with its configuration, and its measurements, if any."""
-        return self.choices.get(rows) or LinearChoice(self.path, self._config(rows))
+        known = self.choices.get(rows)
+        return known or LinearChoice(DEQUANTIZED if self._dequantizes(rows) else self.path, self._config(rows))
+
+    def _dequantizes(self, rows: int) -> bool:
+        """Whether products of so many rows dequantize the weight first: so do those of the next lower measured rows."""
+        measured = max((each for each in self.choices if MOST_ROWS < each <= rows), default=None)
+        return measured is not None and self.choices[measured].path == DEQUANTIZED
 
     @property
     def row_table(self) -> RowTable | None:
@@ -90,7 +116,7 @@ class TiledLinear(QuantizedLinear):
 
     @property
     def workspace(self) -> list[Tensor]:
-        return [self.counters]
+        return [self.counters] if self.scratch is None else [self.counters, self.scratch]
 
     def _product(self, rows: int) -> FusedProduct:
         """Return the product for `rows` rows; each part writes its columns."""
@@ -113,8 +139,8 @@ class TiledLinear(QuantizedLinear):
         return FusedProduct(product)
 
     def _config(self, rows: int, *, is_normed: bool = False) -> SmallLinearConfig:
-        if is_normed == self.fused_form.is_normed and (measured := self.choices.get(rows)) is not None:
-            assert measured.config is not None
+        measured = self.choices.get(rows) if is_normed == self.fused_form.is_normed else None
+        if measured is not None and measured.config is not None:
             return measured.config
         first, config_rows = self.parts[0], None if self.is_invariant else min(rows, CHUNK_ROWS)
         sizes = (first.words.shape[1], columns_of(first), first.layout)

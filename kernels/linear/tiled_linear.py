@@ -40,7 +40,7 @@ from .weight_tiles import WeightTiles, columns_of, dequantized
 
 
 @triton.jit
-def _dequantized_bits(words, high, ASSEMBLY: tl.constexpr, PER_WORD: tl.constexpr, PER_HIGH: tl.constexpr):
+def dequantized_bits(words, high, ASSEMBLY: tl.constexpr, PER_WORD: tl.constexpr, PER_HIGH: tl.constexpr):
     """Dequantize a tile's codes to the bits of 16-bit floats: one int16 tensor per span, in order."""
     if PER_WORD == 2:
         result = tl.inline_asm_elementwise(ASSEMBLY, "=r,=r,r", [words], (tl.int16, tl.int16), True, 2)
@@ -56,7 +56,7 @@ def _dequantized_bits(words, high, ASSEMBLY: tl.constexpr, PER_WORD: tl.constexp
 
 
 @triton.jit
-def _words(at, COUNT: tl.constexpr):
+def words_at(at, COUNT: tl.constexpr):
     """Return adjacent words."""
     if COUNT == 1:
         result = (tl.load(at), 0)
@@ -75,7 +75,7 @@ def _words(at, COUNT: tl.constexpr):
 
 
 @triton.jit
-def _number(words, INDEX: tl.constexpr, KIND: tl.constexpr):
+def number_at(words, INDEX: tl.constexpr, KIND: tl.constexpr):
     """Return one of the numbers in words of 8, 16 or 32 bits, as fp32."""
     if KIND == "float32":
         result = words[INDEX].to(tl.float32, bitcast=True)
@@ -107,7 +107,7 @@ def _number(words, INDEX: tl.constexpr, KIND: tl.constexpr):
 
 
 @triton.jit
-def _six_bits(words, FIELD: tl.constexpr):
+def six_bits_at(words, FIELD: tl.constexpr):
     """Return one of the sixteen 6-bit integers in three words, as fp32."""
     if FIELD < 15:
         result = words[FIELD // 5] >> 6 * (FIELD % 5) & 63
@@ -120,20 +120,20 @@ def _six_bits(words, FIELD: tl.constexpr):
 def _with_group(acc, product, total, scales, seconds, INDEX: tl.constexpr, SCALES: tl.constexpr, SECONDS: tl.constexpr):
     """Add the scaled sums of one group of a step."""
     if SECONDS == "six bits":
-        scale = _number(scales, 0, SCALES) * _six_bits(seconds, 2 * INDEX)
+        scale = number_at(scales, 0, SCALES) * six_bits_at(seconds, 2 * INDEX)
         acc += scale[:, None] * product
-        least = _number(scales, 1, SCALES) * _six_bits(seconds, 2 * INDEX + 1)
+        least = number_at(scales, 1, SCALES) * six_bits_at(seconds, 2 * INDEX + 1)
         acc -= least[:, None] * total
     elif SECONDS == "parts":
-        scale = _number(scales, 0, SCALES) * _number(seconds, INDEX, "int8")
+        scale = number_at(scales, 0, SCALES) * number_at(seconds, INDEX, "int8")
         acc += scale[:, None] * product
     else:
-        scale = _number(scales, INDEX, SCALES)
+        scale = number_at(scales, INDEX, SCALES)
         if SECONDS == "zeros":
-            product -= _number(seconds, INDEX, "uint8")[:, None] * total
+            product -= number_at(seconds, INDEX, "uint8")[:, None] * total
         acc += scale[:, None] * product
         if SECONDS == "least":
-            acc += _number(seconds, INDEX, SCALES)[:, None] * total
+            acc += number_at(seconds, INDEX, SCALES)[:, None] * total
     return acc
 
 
@@ -167,10 +167,10 @@ def tiled_sums(
         x_step = x_rows + at
         if GROUP > 0:
             unit = at // UNIT * weight_rows + row
-            s = _words(weight.scales + unit * WEIGHT.SCALE_WORDS, WEIGHT.SCALE_WORDS)
+            s = words_at(weight.scales + unit * WEIGHT.SCALE_WORDS, WEIGHT.SCALE_WORDS)
             t = s
             if SECONDS != "none":
-                t = _words(weight.seconds + unit * WEIGHT.SECOND_WORDS, WEIGHT.SECOND_WORDS)
+                t = words_at(weight.seconds + unit * WEIGHT.SECOND_WORDS, WEIGHT.SECOND_WORDS)
         product = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
         total = product
         for tile in tl.static_range(BLOCK_K // TILE):
@@ -180,7 +180,7 @@ def tiled_sums(
             elif tile * PER_WORD % PER_HIGH == 0:
                 high_tile = at // (PER_HIGH * SPAN) + tile * PER_WORD // PER_HIGH
                 h = tl.load(weight.high + high_tile * plane + w_rows, eviction_policy="evict_first")
-            codes = _dequantized_bits(w, h, tl.constexpr(ASSEMBLY[tile]), PER_WORD, PER_HIGH)  # bare in Triton 3.6
+            codes = dequantized_bits(w, h, tl.constexpr(ASSEMBLY[tile]), PER_WORD, PER_HIGH)  # bare in Triton 3.6
             for span in tl.static_range(PER_WORD):
                 a, squares = activations(
                     x_step + (tile * PER_WORD + span) * SPAN, gain, squares, row_mask,
@@ -202,7 +202,7 @@ def tiled_sums(
                         product = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
                         total = product
     if GROUP == 0:
-        acc *= _number(_words(weight.scales + row, 1), 0, SCALES)[:, None]
+        acc *= number_at(words_at(weight.scales + row, 1), 0, SCALES)[:, None]
     return acc, squares
 
 

@@ -5,7 +5,7 @@ from functools import partial
 
 import torch
 
-from graphdecode.kernels.linear import tiled_linear
+from graphdecode.kernels.linear import dequantize_tiles, tiled_linear
 from graphdecode.kernels.linear.small_linear import SmallLinearConfig, tiled_config
 from graphdecode.kernels.linear.weight_tiles import WeightTiles, tiled
 from graphdecode.kernels.model import embedding
@@ -51,6 +51,8 @@ def tiled_cases(arch: int) -> dict[str, Callable[[], None]]:
             case = f"tiled-{name}-rows{rows}-{epilogue}{'-norm' * is_normed}"
             cases[case] = partial(launch_tiled, tiles, config._replace(splits=4), rows, epilogue, is_normed)
         cases[f"tiled-embedding-{name}"] = partial(launch_tiled_embedding, tiles)
+        values = torch.empty(HIDDEN, FEED_FORWARD, dtype=torch.bfloat16)
+        cases[f"dequantize-{name}"] = partial(dequantize_tiles.dequantize_tiles_triton, values, tiles, 0)
     return cases
 
 

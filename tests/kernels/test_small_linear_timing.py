@@ -12,8 +12,8 @@ from torch import Tensor
 from graphdecode.kernels.linear.linear import linear
 from graphdecode.kernels.linear.small_linear import SmallLinearConfig, candidates, tiled_config
 from graphdecode.kernels.linear.weight_tiles import tiled
-from graphdecode.linear import small_linear_timing
-from graphdecode.linear.linear_choice import LinearChoice
+from graphdecode.linear import linear_choice, small_linear_timing
+from graphdecode.linear.linear_choice import DEQUANTIZED, ChoiceCache, LinearChoice, LinearTuner
 from graphdecode.linear.small_linear_timing import (
     FUSED_FORMS,
     Contest,
@@ -299,6 +299,38 @@ def test_the_faster_language_wins(has_skinny, fast):
     winner, _, timed = contest(lambda config: 4e-6 if config.kind == fast else 8e-6)
     assert winner.kind == fast
     assert {config.pdl for config in timed if config.kind == "skinny"} == {True, False}
+
+
+@pytest.mark.parametrize(("tiles_us", "is_dequantized"), [(30, True), (10.1, False), (10.5, True), (5, False)])
+def test_many_rows_are_dequantized_first_where_that_is_clearly_faster(tiles_us, is_dequantized):
+    """The stand-in for the clock says 10 us of cuBLAS, the weight's values with it."""
+    operand = tiles_of()._replace(scratch=torch.empty(1 << 15, dtype=torch.bfloat16))
+    first = tiled_config(128, 64, 512, operand.tiles.layout, 132)
+    clock = StandInClock(lambda _: tiles_us * 1e-6)
+    winner, times = fastest_tiled(operand, None, 128, clock, FUSED_FORMS["o"], first)
+    assert winner == (None if is_dequantized else first)
+    assert times == pytest.approx({str(first): tiles_us * 1e-6, DEQUANTIZED: 10e-6})
+    assert operand.scratch.isfinite().any()
+
+
+def test_choices_of_many_rows_outlast_a_restart_and_a_narrow_weight_has_none(tmp_path, monkeypatch):
+    operand = tiles_of(2048, 1024)._replace(scratch=torch.empty(1 << 15, dtype=torch.bfloat16))
+    config = tiled_config(512, 2048, 1024, operand.tiles.layout, 132)
+    times = {str(config): 30e-6, DEQUANTIZED: 10e-6}
+    monkeypatch.setattr(linear_choice, "GraphClock", lambda _: None)
+    monkeypatch.setattr(linear_choice, "fastest_tiled", lambda *_: (None, times))
+    monkeypatch.setattr(linear_choice, "unavailable_reason", lambda: "not here")
+
+    def chosen(weight=operand):
+        return LinearTuner(ChoiceCache(tmp_path)).choose_dequantized(
+            weight, (1, 64, 96, 600), FusedForm(), lambda _: config
+        )
+
+    first = chosen()
+    assert {rows: choice.path for rows, choice in first.items()} == dict.fromkeys((96, 128, 256, 512), DEQUANTIZED)
+    monkeypatch.setattr(linear_choice, "fastest_tiled", None)
+    assert chosen() == first
+    assert chosen(tiles_of()) == {}
 
 
 def test_a_wrong_result_of_the_other_language_is_dropped(has_skinny, monkeypatch):

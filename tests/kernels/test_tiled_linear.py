@@ -10,6 +10,7 @@ from test_fused_linear import gain_of, residual_of
 from test_small_linear import EPS, TOLERANCE
 
 from graphdecode.kernels.linear.code_words import CODES, from_words, to_words
+from graphdecode.kernels.linear.dequantize_tiles import dequantize_tiles, dequantize_tiles_triton, dequantized_linear
 from graphdecode.kernels.linear.small_linear import SmallLinearConfig, tiled_config
 from graphdecode.kernels.linear.tiled_linear import tiled_linear, tiled_linear_triton
 from graphdecode.kernels.linear.weight_tiles import joined_tiles, layout_of
@@ -19,6 +20,8 @@ from graphdecode.kernels.moe.expert_linear import Routed, tiled_expert_linear, t
 pytest.importorskip("triton")
 from interpreted_launches import early_starts
 from tiled_weights import FORMATS, weight_of
+
+from step_code.many_rows import WEIGHTS, times_bf16
 
 
 def config(splits=1, block_m=16, block_n=32, pdl=False):
@@ -82,6 +85,37 @@ def test_no_weight_is_rounded(name, dtype, device):
     x = activations(11, weight.shape[1], dtype, device)
     bias = activations(1, 50, dtype, device)[0]
     check(launch(config(2, block_m=8, block_n=64), x, on(device, tiles), bias), x, weight, bias)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", FORMATS)
+def test_dequantized_rows_are_the_values_rounded_once(name, dtype, device):
+    """Some rows of the weight, whose number and columns blocks do not divide; nothing is written behind them."""
+    tiles, weight = weight_of(name, 50, 450)
+    rows, columns = 37, weight.shape[1]
+    out = torch.full((rows * columns + 8,), torch.nan, dtype=dtype, device=device)
+    dequantize_tiles_triton(out[: rows * columns].view(rows, columns), on(device, tiles), 11)
+    assert out[rows * columns :].isnan().all()
+    expected = weight[11 : 11 + rows].to(device)
+    wide = out[: rows * columns].view(rows, columns).double()
+    rounding = 2**-11 if dtype == torch.float16 else 2**-7  # the interpreter cuts bf16 off
+    sizes = weight.abs().max(dim=1, keepdim=True).values[11 : 11 + rows].to(device)
+    assert ((wide - expected).abs() <= rounding * expected.abs() + 2**-23 * sizes + 2**-25).all()
+    plain = torch.empty(rows, columns, dtype=dtype)
+    dequantize_tiles(plain, tiles, 11)
+    torch.testing.assert_close(plain.double(), expected.cpu(), rtol=rounding, atol=1e-6)
+
+
+@pytest.mark.parametrize("held_rows", [1, 13, 50])
+def test_a_product_over_a_dequantized_weight_comes_in_parts_that_scratch_holds(held_rows):
+    tiles, weight = weight_of("int4 by 128 with zeros", 50, 450)
+    columns = weight.shape[1]
+    x, bias = activations(70, columns, torch.bfloat16, "cpu"), activations(1, 50, torch.bfloat16, "cpu")[0]
+    scratch = torch.full((held_rows * columns,), torch.nan, dtype=torch.bfloat16)
+    out = torch.full((70, 64), torch.nan, dtype=torch.bfloat16)
+    dequantized_linear(out[:, :50], x, tiles, bias, scratch)
+    check(out[:, :50].contiguous(), x, weight.bfloat16().double(), bias)
+    assert out[:, 50:].isnan().all()
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 8, 17, 33, 64])
@@ -292,3 +326,11 @@ def test_an_experts_product_is_that_of_its_values(name, gate, block_m, device):
                 continue
             expected = product(x[pair // SLOTS], weight[expert], bias[expert] + added[pair], gate)
             torch.testing.assert_close(out[pair].double().cpu(), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_by_the_model_many_rows_cost_at_most_a_tenth_more_than_in_bf16(name):
+    assert times_bf16(name, 4096)["dequantized"] <= 1.1
+    for rows in (128, 512, 2048):
+        modelled = times_bf16(name, rows)
+        assert modelled["dequantized"] < modelled["tiles"]

@@ -16,10 +16,12 @@ from quantized_checkpoints import FORMS, write_pair
 from test_gguf_blocks import product_values, values
 from test_quantized_experts import experts_in, logits, models_of_file
 
+from graphdecode import GraphManager, Slot, StepBuffers
 from graphdecode.kernels.linear.small_linear import SmallLinearConfig, partial_sums
 from graphdecode.kernels.linear.tiled_linear import tiled_linear_triton
-from graphdecode.kernels.linear.weight_tiles import WeightTiles, dequantized
+from graphdecode.kernels.linear.weight_tiles import WeightTiles, dequantized, tiled
 from graphdecode.linear.experts import ExpertPanels, ExpertTiles, UnquantizedExperts
+from graphdecode.linear.linear_choice import DEQUANTIZED, LinearChoice
 from graphdecode.linear.quantization.groups import Groups, packed
 from graphdecode.linear.quantized_linear import Int8PanelLinear, PanelLinear
 from graphdecode.linear.small_linear_timing import FUSED_FORMS, FusedForm
@@ -121,6 +123,64 @@ def test_weights_that_are_rounded_while_they_are_read_are_tiles(quantize, checkp
         weight = product(plain.layers[0].linears[name])
         step = weight.abs().max() / {"int4": 7, "fp8": 14, "q8_0": 127}[quantize]
         assert (product(form) - weight).abs().max() <= step
+
+
+def dequantizing(scratch_rows: int, in_order: bool = True) -> tuple[TiledLinear, torch.Tensor]:
+    """Return a weight of two parts [24 + 8, 256] that dequantizes from 96 rows on, and its values rounded to bf16."""
+    draw = torch.Generator().manual_seed(3)
+    parts = []
+    for rows, code in ((24, "s8"), (8, "s4")):
+        codes = torch.randint(0, 16, (rows, 256), generator=draw, dtype=torch.uint8)
+        parts.append(tiled(codes, code, torch.rand(rows, 2, generator=draw).bfloat16(), 128))
+    order = None if in_order else torch.randperm(256, generator=draw).int()
+    values = torch.cat([dequantized(part).bfloat16() for part in parts])
+    if order is not None:
+        values = torch.empty_like(values).index_copy_(1, order.long(), values)
+    counters, bias = torch.zeros(8, dtype=torch.int32), torch.rand(32, generator=draw).bfloat16()
+    scratch = torch.empty(scratch_rows * 256, dtype=torch.bfloat16)
+    choices = {8: LinearChoice("tiles"), 96: LinearChoice(DEQUANTIZED), 512: LinearChoice("tiles")}
+    form = TiledLinear(
+        (32, 256), bias, tuple(parts), counters, 132, False, 9, False, FusedForm(), order, scratch, choices=choices
+    )
+    return form, values
+
+
+@pytest.mark.parametrize("scratch_rows", [5, 32])
+@pytest.mark.parametrize("in_order", [True, False])
+def test_many_rows_dequantize_the_weight_first_where_that_was_faster(scratch_rows: int, in_order: bool) -> None:
+    form, values = dequantizing(scratch_rows, in_order)
+    assert form.scratch is not None
+    assert [form.choice(rows).path for rows in (8, 64, 95, 96, 511, 512)] == [
+        "tiles", "tiles", "tiles", DEQUANTIZED, DEQUANTIZED, "tiles",
+    ]  # fmt: skip
+    for rows, is_written in ((95, False), (96, True), (512, False)):
+        form.scratch.fill_(torch.nan)
+        x = torch.randn(rows, 256, generator=torch.Generator().manual_seed(rows)).bfloat16()
+        out = torch.empty(rows, 32, dtype=torch.bfloat16)
+        form.apply(out, x)
+        assert bool(form.scratch[:256].isfinite().all()) == is_written
+        assert (form.fused(rows) is None) == (is_written or not in_order)
+        expected = x.double() @ values.double().T + form.bias.double()
+        torch.testing.assert_close(out.double(), expected, rtol=2**-7, atol=2**-7 * float(expected.abs().max()))
+
+
+def test_a_captured_step_dequantizes_into_memory_that_stays_where_it_is() -> None:
+    """Laws: fixed addresses; replay is eager."""
+    form, _ = dequantizing(9)
+    slots = [Slot("x", ("batch", 256), torch.bfloat16), Slot("y", ("batch", 32), torch.bfloat16)]
+    buffers = StepBuffers(slots, max_batch_size=128, device="cpu")
+    for place, tensor in enumerate(form.workspace):
+        buffers.adopt(f"workspace_{place}", tensor)
+    graphs = GraphManager(lambda batch: form.apply(batch.y, batch.x), buffers, [128], constants=form.tensors)
+    graphs.capture(progress=False)
+    for seed in range(2):
+        buffers.all_rows.x.copy_(torch.randn(128, 256, generator=torch.Generator().manual_seed(seed)))
+        graphs.replay(128)
+        replayed = buffers.all_rows.y.clone()
+        graphs.run_eager(128)
+        assert torch.equal(replayed, buffers.all_rows.y)
+        assert replayed.any()
+    graphs.close()
 
 
 def test_columns_in_another_order_are_put_right(forms_of_a_gpu: None) -> None:
