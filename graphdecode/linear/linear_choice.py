@@ -18,8 +18,8 @@ from torch import Tensor
 from graphdecode.extensions import version_of
 from graphdecode.kernels import native
 from graphdecode.kernels.cuda.nvrtc import unavailable_reason, version
-from graphdecode.kernels.linear.skinny_linear import MOST_ROWS as SKINNY_ROWS
 from graphdecode.kernels.linear.small_linear import KINDS, MOST_ROWS, SmallLinearConfig
+from graphdecode.kernels.linear.wide_linear import MOST_ROWS as WIDE_ROWS
 from graphdecode.kernels.native.instructions import instructions
 from graphdecode.kernels.native.private_folder import cache_folder
 from graphdecode.linear.small_linear_timing import (
@@ -211,7 +211,7 @@ class LinearTuner:
         """
         if unavailable_reason() is not None or weight.device.type != "cuda" or weight.nbytes < _LEAST_BYTES:
             return {}
-        few = [rows for rows in batch_sizes if rows <= SKINNY_ROWS]
+        few = [rows for rows in batch_sizes if rows <= WIDE_ROWS]
         return {rows: self._choice(weight, bias, rows, fused, triton_config(rows)) for rows in few}
 
     def choose_dequantized(

@@ -173,6 +173,27 @@ DEVICE void warp_load_matrices(u32 (&to)[4], const void *row) {
 #undef LOAD
 }
 
+// Copies of 4, 8 or 16 bytes from global to shared memory, which land at any time until the thread waits for them; its own
+// accesses see them then, others' behind a barrier. Without `is_there` they write zeros. A thread's copies since its last
+// `async_commit` are a group; `async_wait` waits for all groups but the last `LEFT`.
+template <int BYTES>
+DEVICE void async_copy(void *shared, const void *global, bool is_there = true) {
+  static_assert(BYTES == 4 || BYTES == 8 || BYTES == 16, "4, 8 or 16 bytes");
+  const u32 there = is_there ? BYTES : 0;
+  if constexpr (BYTES == 16)  // past L1
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(shared)), "l"(global), "r"(there)
+                 : "memory");
+  else
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(shared_address(shared)), "l"(global), "n"(BYTES),
+                 "r"(there)
+                 : "memory");
+}
+DEVICE void async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int LEFT>
+DEVICE void async_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory");
+}
+
 // Counters in global memory, seen by the whole GPU: a thread that loads with acquire sees what was written before the
 // add with release.
 DEVICE u32 atomic_add_release(u32 *at, u32 value) {

@@ -7,6 +7,13 @@
 
 #ifdef __CUDACC_RTC__
 
+// A value that is computed once, and not again where it is used.
+DEVICE u32 kept(u32 value) {
+  u32 held;
+  asm volatile("mov.u32 %0, %1;" : "=r"(held) : "r"(value));
+  return held;
+}
+DEVICE float kept(float value) { return __uint_as_float(kept(__float_as_uint(value))); }
 DEVICE u32 bits_of(float value) { return __float_as_uint(value); }
 DEVICE float float_of(u32 bits) { return __uint_as_float(bits); }
 
@@ -51,6 +58,8 @@ DEVICE u32 multiply_add(u32 a, u32 b, u32 c) {
 #include <cmath>
 #include <cstring>
 
+inline u32 kept(u32 value) { return value; }
+inline float kept(float value) { return value; }
 inline u32 bits_of(float value) {
   u32 bits;
   memcpy(&bits, &value, 4);

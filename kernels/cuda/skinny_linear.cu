@@ -6,26 +6,12 @@
 // float32. Codes become floats in registers, exactly; the sums of a group are scaled. A row's sums have one order,
 // whatever the number of rows, so that its bits are the same.
 //
-#include "weights.cuh"
+#include "product.cuh"
 
-enum Epilogue { STORE, ADD, SILU, GELU_TANH, GELU };
-
-// What a launch is compiled for.
+// What a launch is compiled for, beside `product.cuh`.
 constexpr int WARPS = SET_WARPS, TILES = SET_TILES;  // of a block; its rows by eights
-constexpr int AHEAD = SET_AHEAD;                      // steps of the weight in flight
-constexpr int ROWS = SET_ROWS;  // the most rows of x: 1, 2, 4 or 8
-constexpr int COLUMNS = SET_COLUMNS, DEPTH = SET_DEPTH;        // of the weight, with padding and without
-constexpr u32 WIDTH = SET_WIDTH;                               // columns of the result
-constexpr bool IS_BFLOAT = SET_IS_BFLOAT;                // else float16
-constexpr bool IS_NORMED = SET_IS_NORMED;
-constexpr Epilogue EPILOGUE = SET_EPILOGUE;
-constexpr bool IS_GATED = EPILOGUE >= SILU;  // the weight's first half is the gate's
-
-#ifdef SET_TILED
-typedef TiledWeight<IS_BFLOAT, IS_GATED ? 2 * WIDTH : WIDTH, SET_TILED> Weight;  // code, span, group, step, kinds of scales and seconds
-#else
-typedef PlainWeight<COLUMNS, SET_STEP> Weight;
-#endif
+constexpr int AHEAD = SET_AHEAD;                     // steps of the weight in flight
+constexpr int ROWS = SET_ROWS;                       // the most rows of x: 1, 2, 4 or 8
 
 constexpr int THREADS = 32 * WARPS, BLOCK_ROWS = 8 * TILES, OUTPUTS = IS_GATED ? BLOCK_ROWS / 2 : BLOCK_ROWS;
 constexpr int PER_THREAD = (OUTPUTS * ROWS + THREADS - 1) / THREADS;  // results
@@ -37,19 +23,8 @@ constexpr int PASS_STEPS = PASS_COLUMNS / Weight::STEP < PER_WARP ? PASS_COLUMNS
 constexpr int PASS = PASS_STEPS * Weight::STEP, LOADS = (PASS + 255) / 256;  // of 8 columns a lane
 constexpr int STRIDE = PASS + 8 * Weight::PAIRS;                             // of a row of x, free of bank conflicts
 constexpr bool IS_PASS_AHEAD = ROWS * LOADS <= 4;  // whether registers hold the next pass while one is multiplied
-constexpr float RANGE = IS_NORMED && !IS_BFLOAT ? 1.0f / 16 : 1.0f;  // gains whose products could leave float16's range
 
 static_assert(PASS_STEPS > 0 && COLUMNS % Weight::STEP == 0 && DEPTH % 8 == 0, "whole steps, and 16 bytes at a time");
-
-#if SET_IS_FLOAT_OUT
-typedef float Out;
-DEVICE float out_of(Out value) { return value; }
-DEVICE Out to_out(float value) { return value; }
-#else
-typedef u16 Out;
-DEVICE float out_of(Out value) { return to_float<IS_BFLOAT>(value); }
-DEVICE Out to_out(float value) { return from_float<IS_BFLOAT>(value); }
-#endif
 
 // A warp's columns of x for a pass: eight adjacent ones a lane of each row, with their gains.
 struct Activations {
@@ -158,13 +133,6 @@ DEVICE void multiply_step(float (&sums)[TILES][4], const Weight (&weight)[TILES]
 #pragma unroll
     for (int i = 0; i < 4; i++) totals[i] = 0;
   }
-}
-
-DEVICE float activated(float gate) {
-  if constexpr (EPILOGUE == SILU) return gate / (1 + expf(-gate));
-  if constexpr (EPILOGUE == GELU_TANH)
-    return gate / (1 + expf(-1.5957691216057308f * (gate + 0.044715f * gate * gate * gate)));
-  return 0.5f * gate * (1 + erff(gate * 0.7071067811865476f));
 }
 
 // The weight's row of a block's n-th; of a gated one the first half are the gate's. The last row stands for those past it.

@@ -35,9 +35,10 @@ DEVICE void load_bytes(u32 *into, const u8 *at) {
   }
 }
 
-template <int COLUMNS, int STEP_>
+template <bool IS_BFLOAT, int COLUMNS, int STEP_>
 struct PlainWeight {
   static constexpr int STEP = STEP_, UNITS = STEP / 32, PAIRS = 4, GROUP = 0;
+  static constexpr int ROW_BYTES = 2 * STEP, TILES = 1, PLANES = 1, SCALE_BYTES = 0, SECOND_BYTES = 0;
   static constexpr bool HAS_TOTALS = false, HAS_ROW_SCALE = false;
 
   u32 words[UNITS][PAIRS];
@@ -54,6 +55,17 @@ struct PlainWeight {
     for (int i = 0; i < PAIRS; i++) pairs[i] = words[unit][i];
   }
   DEVICE void add_group(float (&)[2], const float (&)[4], const float (&)[4], int) const {}
+  // of `StagedWeight`: bytes from a row to others, in a plane of it, and from a step to the next
+  static constexpr u64 STEP_BYTES = 2 * STEP, HIGH_STEP_BYTES = 0;
+  static constexpr DEVICE u64 row_bytes(u64 rows) { return 2 * COLUMNS * rows; }
+  static constexpr DEVICE u64 plane_bytes(int) { return 0; }
+  static DEVICE const u8 *scales_at(const WeightPointers &weight, u32, u32) { return weight.scales; }
+  static DEVICE const u8 *seconds_at(const WeightPointers &weight, u32, u32) { return weight.seconds; }
+  static constexpr DEVICE int plane_of(int) { return 0; }
+  static constexpr DEVICE int high_plane_of(int) { return 0; }
+  static constexpr DEVICE int place_of(int) { return 0; }
+  static DEVICE u32 value(u32 word, u32, int) { return word; }
+  static DEVICE void factors(const u32 *, const u32 *, int, float &, float &) {}
   static DEVICE u32 load_row_scale(const WeightPointers &, u32) { return 0; }
   static DEVICE float row_scale(u32) { return 1; }
 };
@@ -98,12 +110,10 @@ struct TiledWeight {
       for (int i = 0; i < HIGHS; i++) load_words<WIDTH>(high[i], above + i * PLANE);
     }
     if constexpr (GROUP > 0) {
-      const u64 unit = (u64)(step * STEP / UNIT) * ROWS;
 #pragma unroll
       for (int i = 0; i < 2; i++) {
-        load_bytes<SCALE_BYTES>(scales[i], weight.scales + (unit + sums_of[i]) * SCALE_BYTES);
-        if constexpr (SECOND_BYTES > 0)
-          load_bytes<SECOND_BYTES>(seconds[i], weight.seconds + (unit + sums_of[i]) * SECOND_BYTES);
+        load_bytes<SCALE_BYTES>(scales[i], scales_at(weight, sums_of[i], step));
+        if constexpr (SECOND_BYTES > 0) load_bytes<SECOND_BYTES>(seconds[i], seconds_at(weight, sums_of[i], step));
       }
     }
   }
@@ -129,9 +139,45 @@ struct TiledWeight {
                                                   high[HIGHS ? spans / (OF_HIGH ? OF_HIGH : 1) : 0][i], span,
                                                   OF_HIGH ? spans % (OF_HIGH ? OF_HIGH : 1) : 0);
   }
+  // of `StagedWeight`: the columns of a word are planes of rows, the words of higher bits behind them
+  static constexpr int ROW_BYTES = 2 * SPAN, PLANES = TILES + HIGHS;
+  static constexpr u64 STEP_BYTES = (u64)TILES * ROWS * ROW_BYTES, HIGH_STEP_BYTES = (u64)HIGHS * ROWS * ROW_BYTES;
+  static constexpr DEVICE u64 row_bytes(u64 rows) { return ROW_BYTES * rows; }
+  static constexpr DEVICE u64 plane_bytes(int i) { return (u64)(i < TILES ? i : i - TILES) * ROWS * ROW_BYTES; }
+  static DEVICE const u8 *scales_at(const WeightPointers &weight, u32 row, u32 step) {
+    return weight.scales + ((u64)(step * STEP / UNIT) * ROWS + row) * SCALE_BYTES;
+  }
+  static DEVICE const u8 *seconds_at(const WeightPointers &weight, u32 row, u32 step) {
+    return weight.seconds + ((u64)(step * STEP / UNIT) * ROWS + row) * SECOND_BYTES;
+  }
+  // by a step's column: the plane of its word, of its higher bits, its group
+  static constexpr DEVICE int plane_of(int column) { return column / TILE; }
+  static constexpr DEVICE int high_plane_of(int column) {
+    return OF_HIGH ? TILES + column / (SPAN * (OF_HIGH ? OF_HIGH : 1)) : plane_of(column);
+  }
+  static constexpr DEVICE int place_of(int column) {
+    return GROUP < STEP && GROUP > 0 ? column / (GROUP ? GROUP : 1) : 0;
+  }
+  static DEVICE u32 value(u32 low, u32 high, int column) {
+    const int place = OF_HIGH ? column / SPAN % (OF_HIGH ? OF_HIGH : 1) : 0;
+    return values_of_codes<CODE, IS_BFLOAT>(low, high, column / SPAN % PER_WORD, place);
+  }
+  // What a row's group adds to its sum: `factor` times that of the products, and `offset` times that of the activations.
+  static DEVICE void factors(const u32 *scales, const u32 *seconds, int place, float &factor, float &offset) {
+    if constexpr (SECONDS == SIX_BITS) {
+      factor = number_at<FLOAT16>(scales, 0) * six_bits_at(seconds, 2 * place);
+      offset = -number_at<FLOAT16>(scales, 1) * six_bits_at(seconds, 2 * place + 1);
+    } else if constexpr (SECONDS == PARTS) {
+      factor = number_at<FLOAT16>(scales, 0) * number_at<SIGNED8>(seconds, place);
+    } else {
+      factor = number_at<SCALES>(scales, place);
+      if constexpr (SECONDS == ZEROS) offset = -factor * number_at<UNSIGNED8>(seconds, place);
+      if constexpr (SECONDS == LEAST) offset = number_at<SCALES>(seconds, place);
+    }
+  }
   // Adds a group's scaled sums; `totals` are those of the activations.
   DEVICE void add_group(float (&sums)[2], const float (&products)[4], const float (&totals)[4], int unit) const {
-    const int place = GROUP < STEP && GROUP > 0 ? column_of(unit) / (GROUP ? GROUP : 1) : 0;
+    const int place = place_of(column_of(unit));
 #pragma unroll
     for (int i = 0; i < 2; i++) {
       if constexpr (SECONDS == SIX_BITS) {

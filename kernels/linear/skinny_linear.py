@@ -1,8 +1,8 @@
 """Products of 1 to 8 rows on a GPU by CUDA C++, `cuda/skinny_linear.cu`, for plain weights and those in tiles.
 
 The operators of Triton's kernels (`small_linear`, `tiled_linear`) launch it for configurations of the kind "skinny",
-over the same weights. It has run on no GPU yet, only on a CPU by fibers: a contest at load, which also checks results,
-takes it where it is faster; without a measurement Triton's kernels serve.
+over the same weights; `wide_linear` has more rows. It has run on no GPU yet, only on a CPU by fibers: a contest at
+load, which also checks results, takes it where it is faster; without a measurement Triton's kernels serve.
 """
 
 from typing import NamedTuple
@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..cuda.launch import loaded
+from ..cuda.launch import Argument, loaded
 from ..cuda.nvrtc import unavailable_reason
 from ..model.act_mul import ACTIVATIONS
 from .code_words import CODES
@@ -47,15 +47,15 @@ class SkinnyConfig(NamedTuple):
         return _WARP * self.warps
 
 
-def unsupported_reason(x: Tensor, weight: Tensor | WeightTiles) -> str | None:
+def unsupported_reason(x: Tensor, weight: Tensor | WeightTiles, most_rows: int = MOST_ROWS) -> str | None:
     """Return why there is no launch for these operands; None if there is one."""
     if (reason := unavailable_reason()) is not None:
         return reason
     first = weight.words if isinstance(weight, WeightTiles) else weight
     if x.dtype not in (torch.float16, torch.bfloat16) or (isinstance(weight, Tensor) and weight.dtype != x.dtype):
         return f"x is {x.dtype}; it takes 16-bit floats"
-    if x.shape[0] > MOST_ROWS:
-        return f"x has {x.shape[0]} rows; it takes 1..{MOST_ROWS}"
+    if x.shape[0] > most_rows:
+        return f"x has {x.shape[0]} rows; it takes 1..{most_rows}"
     if x.shape[1] % 8 or (isinstance(weight, Tensor) and x.shape[1] % _NARROW_STEP):
         return f"x has {x.shape[1]} columns; it takes multiples of {_NARROW_STEP}, or 8 for a quantized weight"
     if x.stride(0) % 8 or x.data_ptr() % 16 or first.data_ptr() % 16:
@@ -146,12 +146,20 @@ def macros(
     """Return what a launch's code is compiled for."""
     is_gated = epilogue in ACTIVATIONS
     most_rows = _sizes(x.shape[0], weight, config, is_normed=is_normed, is_gated=is_gated).most_rows
-    constants: dict[str, int | str] = {
+    return {
         "SET_WARPS": config.warps,
         "SET_TILES": config.tiles,
         "SET_AHEAD": config.ahead,
         "SET_PROGRAMS": _programs(weight, most_rows, config),
         "SET_ROWS": most_rows,
+    } | weight_macros(out, x, weight, step_of(weight), is_normed=is_normed, epilogue=epilogue)
+
+
+def weight_macros(
+    out: Tensor, x: Tensor, weight: Tensor | WeightTiles, step: int, *, is_normed: bool, epilogue: str
+) -> dict[str, int | str]:
+    """Return the constants of `product.cuh`; `step`: columns of a plain weight that are read at a time."""
+    constants: dict[str, int | str] = {
         "SET_COLUMNS": columns(weight),
         "SET_DEPTH": x.shape[1],
         "SET_WIDTH": out.shape[1],
@@ -161,10 +169,22 @@ def macros(
         "SET_EPILOGUE": epilogue.upper(),
     }
     if isinstance(weight, Tensor):
-        return constants | {"SET_STEP": step_of(weight)}
+        return constants | {"SET_STEP": step}
     tiled = (weight.code.upper(), weight.words.shape[2], weight.group, weight.step)
     kinds = (_NUMBERS[weight.scales.dtype][0], _SECONDS[weight.second_kind])
     return constants | {"SET_TILED": ",".join(map(str, (*tiled, *kinds)))}
+
+
+def weight_tensors(weight: Tensor | WeightTiles) -> tuple[Tensor | None, ...]:
+    """Return the tensors of a weight in the order of a launch's arguments: words, high, scales and seconds."""
+    return (weight, None, None, None) if isinstance(weight, Tensor) else tuple(weight[:4])
+
+
+def alignment_reason(weight: Tensor | WeightTiles) -> str | None:
+    """Return why a weight's tensors cannot be read 16 bytes at a time; None if they can."""
+    if any(part is not None and part.data_ptr() % 16 for part in weight_tensors(weight)):
+        return "the weight is not at multiples of 16 bytes"
+    return None
 
 
 def grid_and_shared_bytes(
@@ -187,42 +207,48 @@ def even_bytes(blocks: int, shared_bytes: int, units: int, shared_of_unit: int) 
     return max(shared_bytes, even // 128 * 128) if share < _EVEN_BLOCKS else shared_bytes
 
 
+class ProductArguments(NamedTuple):
+    """Arguments of a launch beside its result, activations and weight; see `small_linear`."""
+
+    bias: Tensor | None
+    gain: Tensor | None
+    eps: float
+    epilogue: str
+    scale: float
+
+    def checked(self, reason: str | None) -> None:
+        """Raise a ValueError with the reason, if there is one, why the kernel does not take the operands."""
+        if self.gain is not None and self.gain.data_ptr() % 16:
+            reason = reason or "gains are not at a multiple of 16 bytes"
+        if reason is not None:
+            raise ValueError(f"config.kind is 'skinny': {reason}")
+
+    def in_order(self, out: Tensor, x: Tensor, weight: Tensor | WeightTiles) -> tuple[Argument, ...]:
+        """Return all arguments in the kernels' order."""
+        rows = (x.shape[0], x.stride(0), out.stride(0))
+        return (out, x, *weight_tensors(weight), self.bias, self.gain, *rows, self.eps, self.scale)
+
+
 def launch_skinny_linear(
-    out: Tensor,
-    x: Tensor,
-    weight: Tensor | WeightTiles,
-    bias: Tensor | None,
-    gain: Tensor | None,
-    eps: float,
-    epilogue: str,
-    scale: float,
-    config: SkinnyConfig,
+    out: Tensor, x: Tensor, weight: Tensor | WeightTiles, given: ProductArguments, config: SkinnyConfig
 ) -> None:
-    """Launch the kernel; see `small_linear` for the arguments.
+    """Launch the kernel.
 
     Raises:
         ValueError: it does not take these operands.
     """
-    reason = unsupported_reason(x, weight)
-    if gain is not None and gain.data_ptr() % 16:
-        reason = reason or "gains are not at a multiple of 16 bytes"
-    if reason is not None:
-        raise ValueError(f"config.kind is 'skinny': {reason}")
+    given.checked(unsupported_reason(x, weight))
+    epilogue, gain = given.epilogue, given.gain
     forms = {"is_normed": gain is not None, "epilogue": epilogue}
     defines = macros(out, x, weight, config, **forms)  # type: ignore[arg-type]
     blocks, shared_bytes = grid_and_shared_bytes(out, x, weight, config, **forms)  # type: ignore[arg-type]
     properties = torch.cuda.get_device_properties(x.device)
     shared_of_unit = properties.shared_memory_per_multiprocessor
     kernel = loaded("skinny_linear.cu", "skinny_linear", tuple(defines.items()), x.get_device())
-    tensors = (
-        (weight, None, None, None)
-        if isinstance(weight, Tensor)
-        else (weight.words, weight.high, weight.scales, weight.seconds)
-    )
     kernel.launch(
         (blocks,),
         config.threads,
-        (out, x, *tensors, bias, gain, x.shape[0], x.stride(0), out.stride(0), eps, scale),
+        given.in_order(out, x, weight),
         shared_bytes=even_bytes(blocks, shared_bytes, properties.multi_processor_count, shared_of_unit),
         starts_early=config.pdl,
     )

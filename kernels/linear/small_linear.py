@@ -30,8 +30,12 @@ from ..native.registration import Float32, OneOf, Written, operator
 from ..norm.rms_norm import normed, rms_norm
 from .linear import torch_product
 from .skinny_linear import MOST_ROWS as SKINNY_ROWS
-from .skinny_linear import SkinnyConfig, launch_skinny_linear, skinny_configs, step_of, unsupported_reason
+from .skinny_linear import ProductArguments, SkinnyConfig, skinny_configs, step_of, unsupported_reason
 from .weight_tiles import TileLayout, WeightTiles
+from .wide_linear import MOST_ROWS as WIDE_ROWS
+from .wide_linear import WARP_ROWS as WIDE_WARP_ROWS
+from .wide_linear import GpuLimits, WideConfig, launch_product, most_rows, wide_configs
+from .wide_linear import unsupported_reason as wide_unsupported_reason
 
 MOST_ROWS = 64  # with more rows, cuBLAS is faster
 TILE_ROWS = 16  # activation rows of the smallest tensor-core tile
@@ -89,25 +93,43 @@ class SmallLinearConfig(NamedTuple):
 
     def counters(self, rows: int, out_features: int) -> int:
         """Return the number of counters of a product: one per row tile and weight block, none without a split."""
-        return 0 if self.splits == 1 else -(-rows // self.block_m) * -(-out_features // self.block_n)
+        return -(-rows // self.block_m) * -(-out_features // self.block_n) if self.has_parts else 0
 
     @property
-    def skinny(self) -> SkinnyConfig:
-        """The configuration of the CUDA C++ kernel."""
-        return SkinnyConfig(self.num_warps, self.block_n // SKINNY_ROWS, self.num_stages, self.pdl)
+    def has_parts(self) -> bool:
+        """Whether splits write partial sums to memory; in CUDA C++ they are blocks of a cluster."""
+        return self.splits > 1 and self.kind != "skinny"
+
+    @property
+    def skinny(self) -> SkinnyConfig | WideConfig:
+        """The configuration of the CUDA C++ kernel: that of up to 8 rows, or of more."""
+        if self.block_m <= SKINNY_ROWS:
+            return SkinnyConfig(self.num_warps, self.block_n // SKINNY_ROWS, self.num_stages, self.pdl)
+        row_warps = self.block_n // WIDE_WARP_ROWS
+        return WideConfig(row_warps, self.num_warps // row_warps, self.splits, self.num_stages, self.block_k, self.pdl)
 
 
 def skinny_candidates(x: Tensor, weight: Tensor | WeightTiles, pdl: bool) -> list[SmallLinearConfig]:
-    """Return the configurations of the CUDA C++ kernel, the likeliest first; none if it does not take the operands."""
+    """Return the configurations of the CUDA C++ kernels, the likeliest first; none if they do not take the operands."""
     if not x.is_cuda:
         return []
     if missing := unavailable_reason() or unknown_reason(torch.cuda.get_device_capability(x.device)):
         say(f"Triton's kernels serve without those in CUDA C++: {missing}")
-    if missing or unsupported_reason(x, weight) is not None:
         return []
+    rows = x.shape[0]
+    if (unsupported_reason if rows <= SKINNY_ROWS else wide_unsupported_reason)(x, weight) is not None:
+        return []
+    if rows > SKINNY_ROWS:
+        return [
+            SmallLinearConfig(
+                "skinny", WIDE_WARP_ROWS * each.row_warps, each.chunk, each.splits, each.row_warps * each.column_warps,
+                each.ahead, pdl, most_rows(rows),
+            )
+            for each in wide_configs(weight, rows, pdl, GpuLimits.of(x.device))
+        ]  # fmt: skip
     return [
         SmallLinearConfig("skinny", SKINNY_ROWS * tiles, step_of(weight), 1, warps, ahead, early, SKINNY_ROWS)
-        for warps, tiles, ahead, early in skinny_configs(weight, x.shape[0], pdl)
+        for warps, tiles, ahead, early in skinny_configs(weight, rows, pdl)
     ]
 
 
@@ -510,7 +532,7 @@ def lines_ahead(block_n: int, row_bytes: int, num_warps: int) -> tuple[int, int]
 def small_linear_triton(out, x, weight, bias, gain, partial, counters, eps, epilogue, scale, config) -> None:
     """Launch the kernel; see `small_linear` for the arguments."""
     if config.kind == "skinny":
-        launch_skinny_linear(out, x, weight, bias, gain, eps, epilogue, scale, config.skinny)
+        launch_product(out, x, weight, ProductArguments(bias, gain, eps, epilogue, scale), config.skinny)
         return
     rows, depth = x.shape
     kind, block_n, block_k, splits, num_warps, num_stages, pdl, block_m, *_ = config
@@ -616,8 +638,9 @@ def small_linear(
         raise ValueError(f"config.kind is {config.kind!r}; it must be one of {', '.join(KINDS)}")
     if config.kind == "gemv" and rows > GEMV_ROWS:
         raise ValueError(f"x has {rows} rows; the gemv kernel takes 1..{GEMV_ROWS}")
-    if config.kind == "skinny" and rows > SKINNY_ROWS:
-        raise ValueError(f"x has {rows} rows; the skinny kernel takes 1..{SKINNY_ROWS}")
+    skinny_rows = SKINNY_ROWS if config.block_m <= SKINNY_ROWS else WIDE_ROWS
+    if config.kind == "skinny" and rows > skinny_rows:
+        raise ValueError(f"x has {rows} rows; the skinny kernel takes 1..{skinny_rows}")
     if gain is not None and config.separate_norm:
         normed = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         rms_norm(normed, x, gain, eps)
@@ -635,7 +658,7 @@ def partial_sums(config: SmallLinearConfig, x: Tensor, out_features: int, counte
     needed = config.counters(x.shape[0], out_features)
     if needed > (0 if counters is None else counters.numel()):
         raise ValueError(f"counters holds {0 if counters is None else counters.numel()}; {needed} are needed")
-    if config.splits == 1:
+    if not config.has_parts:
         return None
     columns = -(-out_features // config.block_n) * (config.block_n + 1)  # plus one per block: the sum of squares
     return torch.empty((config.splits, x.shape[0], columns), dtype=torch.float32, device=x.device)

@@ -18,7 +18,7 @@ from ..native.optional_triton import prefetch, tl, triton, wait_and_trigger
 from ..native.registration import AnyElement, Float32, Written, operator
 from ..norm.rms_norm import normed
 from .code_words import CODES, assembly
-from .skinny_linear import launch_skinny_linear
+from .skinny_linear import ProductArguments
 from .small_linear import (
     EPILOGUES,
     FP16_RANGE,
@@ -37,6 +37,7 @@ from .small_linear import (
     write_epilogue,
 )
 from .weight_tiles import WeightTiles, columns_of, dequantized
+from .wide_linear import launch_product
 
 
 @triton.jit
@@ -323,7 +324,7 @@ class TileMeta(NamedTuple):
 def tiled_linear_triton(out, x, tiles, bias, gain, partial, counters, eps, epilogue, scale, config) -> None:
     """Launch the kernel; see `tiled_linear` for the arguments."""
     if config.kind == "skinny":
-        launch_skinny_linear(out, x, tiles, bias, gain, eps, epilogue, scale, config.skinny)
+        launch_product(out, x, tiles, ProductArguments(bias, gain, eps, epilogue, scale), config.skinny)
         return
     (rows, depth), width = x.shape, out.shape[1]
     weight_rows, span = tiles.words.shape[1:]

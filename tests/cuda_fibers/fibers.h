@@ -102,6 +102,12 @@ template <bool TRANSPOSED> void warp_load_matrices(u32 (&to)[4], const void *row
     }
 }
 
+template <int BYTES> void async_copy(void *shared, const void *global, bool is_there = true, CALLED_AT) {
+    fibers::machine.async_copy(shared, global, BYTES, is_there, site);
+}
+inline void async_commit() { fibers::machine.async_commit(); }
+template <int LEFT> void async_wait(CALLED_AT) { fibers::machine.async_wait(LEFT, site); }
+
 inline u32 cluster_size() { return fibers::machine.thread->block->kernel->cluster_size; }
 inline u32 cluster_rank() { return fibers::machine.thread->block->number % cluster_size(); }
 inline void cluster_arrive(CALLED_AT) { fibers::machine.cluster_arrive(site); }

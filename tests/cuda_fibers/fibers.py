@@ -34,6 +34,7 @@ class Order(Enum):
     """What a call orders threads by; `machine.h` has the same."""
 
     WAIT, BLOCK_BARRIER, NAMED_BARRIER, WARP_SYNC, CLUSTER_BARRIER, MBARRIER, RELEASE, ACQUIRE, FENCE = range(9)
+    ASYNC_WAIT = 9
 
 
 class CallSite(NamedTuple):

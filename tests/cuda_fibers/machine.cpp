@@ -240,6 +240,7 @@ void Machine::_end_thread() {
     Kernel &kernel = *block.kernel;
     t.is_done = true;
     _progress++;
+    if (!t.copies.empty()) shadow.fault("race: a thread ends before its own copies have landed");
     block.at_end.join(t.clock);
     kernel.known_at_end |= t.clock.kernels;
     Cluster &cluster = kernel.clusters[block.number / kernel.cluster_size];
@@ -517,6 +518,40 @@ void Machine::async_fence() {
     thread->at_async_fence = thread->clock;
     _tick();
     thread->block->kernel->async_fences.at(thread->block->number, thread->agent) = _own_clock();
+}
+
+// ---- a thread's own copies, in groups
+
+void Machine::async_copy(void *to, const void *from, u32 bytes, bool is_there, Site site) {
+    _preempt();
+    Kernel &kernel = *thread->block->kernel;
+    if ((uintptr_t)to % bytes || (is_there && (uintptr_t)from % bytes))
+        shadow.fault("misaligned: a copy of " + std::to_string(bytes) + " bytes at " + Shadow::text(site));
+    if (is_there && !shadow.touch(Access::READ, from, bytes, _agent(), site)) _abort();
+    // written by an agent that the thread knows when it has waited
+    u16 agent = kernel.num_threads + MBARRIERS + thread->agent;
+    Agent copies{&thread->clock, {thread->committed + 1, u16(thread->block->number), agent, kernel.number, 0}};
+    if (!shadow.touch(Access::WRITE, to, bytes, copies, site)) _abort();
+    memset(to, 0xff, bytes);
+    thread->copies.push_back({(char *)to, is_there ? (const char *)from : nullptr, bytes, thread->committed + 1});
+}
+
+void Machine::async_commit() { thread->committed++; }
+
+void Machine::async_wait(u32 left, Site site) {
+    _preempt();
+    if (_leaves_out(Order::ASYNC_WAIT, site) || thread->committed <= left) return;
+    u32 done = thread->committed - left;
+    auto lands = [&](const AsyncCopy &copy) {
+        if (copy.group > done) return false;
+        if (copy.from) memcpy(copy.to, copy.from, copy.bytes);
+        else memset(copy.to, 0, copy.bytes);
+        return true;
+    };
+    auto &copies = thread->copies;
+    copies.erase(std::remove_if(copies.begin(), copies.end(), lands), copies.end());
+    u32 agent = thread->block->kernel->num_threads + MBARRIERS + thread->agent;
+    thread->clock.counts.at(thread->block->number, agent) = done;
 }
 
 void Machine::_land() {

@@ -21,7 +21,18 @@ struct Kernel;
 typedef std::vector<Thread *> Waiting;
 
 // what orders threads: kinds of call sites, each of which the tests leave out in turn
-enum class Order { WAIT, BLOCK_BARRIER, NAMED_BARRIER, WARP_SYNC, CLUSTER_BARRIER, MBARRIER, RELEASE, ACQUIRE, FENCE };
+enum class Order {
+    WAIT,
+    BLOCK_BARRIER,
+    NAMED_BARRIER,
+    WARP_SYNC,
+    CLUSTER_BARRIER,
+    MBARRIER,
+    RELEASE,
+    ACQUIRE,
+    FENCE,
+    ASYNC_WAIT
+};
 
 // a place where threads meet: a barrier, a warp
 struct Meeting {
@@ -45,6 +56,13 @@ struct Mbarrier {
     Waiting waiting;
 };
 
+// a thread's own copy to shared memory, of its group
+struct AsyncCopy {
+    char *to;
+    const char *from;  // or null: zeros
+    u32 bytes, group;
+};
+
 struct Thread {
     Block *block;
     u16 agent;
@@ -54,6 +72,8 @@ struct Thread {
     u32 phase_of_cluster = 0, cluster_waits = 0;
     bool arrived_at_cluster = false;
     u32 gathers = 0;
+    u32 committed = 0;  // groups of its own copies
+    std::vector<AsyncCopy> copies;
     Clock clock;
     Clock at_fence, acquired;       // relaxed atomics after and before a fence
     Clock at_async_fence;
@@ -140,6 +160,9 @@ class Machine {
     void mbarrier_wait(u64 *at, u32 parity, Site site);
     void bulk_copy(void *to, const void *from, u32 bytes, u64 *mbarrier, Site site);
     void async_fence();
+    void async_copy(void *to, const void *from, u32 bytes, bool is_there, Site site);
+    void async_commit();
+    void async_wait(u32 left, Site site);
     u32 atomic_add(u32 *at, u32 value, bool releases, bool acquires, Site site);
     u32 atomic_load(const u32 *at, bool acquires, Site site);
     void fence(Site site);

@@ -171,6 +171,26 @@ KERNEL(32, 1) add_old(float *y, const float *x, const float *old, bool waits_fir
     store(y + own, load(x + own) + value);
 }
 
+// each thread copies ahead for its neighbour, in groups; past the end there are zeros
+KERNEL(32, 1) sum_of_copies(float *out, const float *x, u32 stages_of_input) {
+    u8 *base = shared_memory();
+    constexpr u32 SLOTS = 3, VALUES = 32;
+    float *ring = (float *)base, sum = 0;
+    auto copy = [&](u32 i) {
+        float *to = ring + i % SLOTS * VALUES + thread_index();
+        if (i <= stages_of_input) async_copy<4>(to, x + i * VALUES + thread_index(), i < stages_of_input);
+        async_commit();
+    };
+    for (u32 i = 0; i + 1 < SLOTS; i++) copy(i);
+    for (u32 i = 0; i <= stages_of_input; i++) {
+        async_wait<SLOTS - 2>();
+        block_barrier();
+        copy(i + SLOTS - 1);
+        sum += shared_load(ring + i % SLOTS * VALUES + (thread_index() + 1) % VALUES);
+    }
+    store(out + thread_index(), sum);
+}
+
 KERNEL(32, 1) never_written(float *out) {
     u8 *base = shared_memory();
     store(out + thread_index(), shared_load((float *)base + thread_index()));
@@ -200,6 +220,7 @@ extern "C" void run_small(const char *name, void **t, const int64_t *n, const fl
     if (is == "sum_of_cluster") once(4, 32, [=] { sum_of_cluster(F(t[0]), F(t[1])); }, 2);
     if (is == "shift_in_cluster") once(4, 32, [=] { shift_in_cluster(F(t[0]), F(t[1])); }, 2);
     if (is == "sum_of_ring") once(1, 64, [=] { sum_of_ring(F(t[0]), F(t[1]), n[0]); });
+    if (is == "sum_of_copies") once(1, 32, [=] { sum_of_copies(F(t[0]), F(t[1]), n[0]); });
     if (is == "copy_over_zeros") once(1, 32, [=] { copy_over_zeros(F(t[0]), F(t[1]), n[0]); });
     if (is == "chain")
         for (u32 i = 0; i < 3; i++)

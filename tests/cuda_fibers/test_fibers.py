@@ -38,6 +38,7 @@ CASES = {
     "sum_of_cluster": Case(X, X.view(2, 2, 32).sum(1, keepdim=True).expand(2, 2, 32).flatten()),
     "shift_in_cluster": Case(X, X.view(2, 2, 32).flip(1).flatten()),
     "sum_of_ring": Case(_values(160), _values(160).view(5, 32).sum(0), 0, [5]),
+    "sum_of_copies": Case(_values(160), _values(160).view(5, 32).sum(0).roll(-1), 0, [5]),
     "copy_over_zeros": Case(X[:16], torch.cat((X[:16], torch.zeros(16))), 0, [1]),
 }
 SMALL = "small_kernels.cpp"

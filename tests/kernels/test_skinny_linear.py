@@ -8,61 +8,26 @@ from typing import Any
 
 import pytest
 import torch
+from products_of_8b import ARCHITECTURES, BFLOAT16, PRODUCTS, TILES, needs_nvrtc, operands
 from torch import Tensor
 
 from graphdecode.kernels.cuda import nvrtc
-from graphdecode.kernels.cuda.nvrtc import compiled, unavailable_reason
-from graphdecode.kernels.linear import skinny_linear
+from graphdecode.kernels.cuda.nvrtc import compiled
+from graphdecode.kernels.linear import skinny_linear, wide_linear
 from graphdecode.kernels.linear import small_linear as small_linear_module
 from graphdecode.kernels.linear.skinny_linear import (
+    ProductArguments,
     SkinnyConfig,
     columns,
     even_bytes,
     grid_and_shared_bytes,
-    launch_skinny_linear,
     macros,
     skinny_configs,
     step_of,
 )
 from graphdecode.kernels.linear.small_linear import SmallLinearConfig, skinny_candidates, small_linear
-from graphdecode.kernels.linear.weight_tiles import WeightTiles
+from graphdecode.kernels.linear.wide_linear import WideConfig, launch_product
 from step_code.empty_tiles import empty_tiles
-
-needs_nvrtc = pytest.mark.skipif(unavailable_reason() is not None, reason=str(unavailable_reason()))
-BFLOAT16, FLOAT16 = torch.bfloat16, torch.float16
-ARCHITECTURES = ("sm_80", "sm_90a", "sm_100", "sm_120")
-TILES = {
-    "int8": ("s8", 0, "none", torch.float32),
-    "int4": ("u4", 128, "zeros", BFLOAT16),
-    "Q8_0": ("s8", 32, "none", FLOAT16),
-    "Q4_0": ("s4", 32, "none", FLOAT16),
-    "Q4_1": ("u4", 32, "least", FLOAT16),
-    "Q5_1": ("u5", 32, "least", FLOAT16),
-    "Q4_K": ("u4", 32, "six bits", FLOAT16),
-    "Q5_K": ("u5", 32, "six bits", FLOAT16),
-    "Q6_K": ("s6", 16, "parts", FLOAT16),
-    "fp8": ("e4m3", 128, "none", torch.float32),
-    "MXFP4": ("e2m1", 32, "none", torch.uint8),
-}
-# weight rows and columns, whether a norm is before it, and the epilogue: of a layer of Llama 8B
-PRODUCTS = {
-    "qkv": (6144, 4096, True, "store"),
-    "o": (4096, 4096, False, "add"),
-    "gate_up": (28672, 4096, True, "silu"),
-    "down": (4096, 14336, False, "add"),
-}
-
-
-def operands(kind: str, product: str, rows: int) -> tuple[Tensor, Tensor, Tensor | WeightTiles, dict[str, Any]]:
-    """Result, activations and weight without memory, and what is fused with the product."""
-    height, width, is_normed, epilogue = PRODUCTS[product]
-    if kind == "plain":
-        weight: Tensor | WeightTiles = torch.empty(height, width, dtype=BFLOAT16, device="meta")
-    else:
-        weight = empty_tiles(TILES[kind], height, width)
-    x = torch.empty(rows, width, dtype=BFLOAT16, device="meta")
-    out = torch.empty(rows, height // 2 if epilogue == "silu" else height, dtype=BFLOAT16, device="meta")
-    return out, x, weight, {"is_normed": is_normed, "epilogue": epilogue}
 
 
 def code_of(kind: str, product: str, rows: int, arch: str) -> tuple[Any, SkinnyConfig, bool]:
@@ -175,7 +140,13 @@ def test_an_operand_that_it_does_not_take_has_a_reason(monkeypatch: pytest.Monke
     assert skinny_linear.unsupported_reason(torch.zeros(8, 128, dtype=BFLOAT16), weight) == "no NVRTC"
 
 
-def test_a_launch_has_the_arguments_that_the_kernel_declares(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("source", "rows", "config", "blocks"),
+    [("skinny_linear", 2, SkinnyConfig(4, 1, 1, True), 8), ("wide_linear", 9, WideConfig(1, 4, 2, 1, 64, True), 4)],
+)
+def test_a_launch_has_the_arguments_that_the_kernel_declares(
+    monkeypatch: pytest.MonkeyPatch, source: str, rows: int, config: SkinnyConfig | WideConfig, blocks: int
+) -> None:
     launches: list[tuple[Any, ...]] = []
 
     class Recorder:
@@ -184,21 +155,23 @@ def test_a_launch_has_the_arguments_that_the_kernel_declares(monkeypatch: pytest
 
     properties = SimpleNamespace(multi_processor_count=132, shared_memory_per_multiprocessor=228 << 10)
     monkeypatch.setattr(skinny_linear, "unavailable_reason", lambda: None)
-    monkeypatch.setattr(skinny_linear, "loaded", lambda *_: Recorder())
+    for module in (skinny_linear, wide_linear):
+        monkeypatch.setattr(module, "loaded", lambda file, *_: Recorder() if file == f"{source}.cu" else None)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
     tiles = empty_tiles(TILES["Q5_1"], 64, 512, "cpu")
-    x, out = torch.zeros(2, 520, dtype=BFLOAT16)[:, :512], torch.zeros(2, 32, dtype=BFLOAT16)
+    x, out = torch.zeros(rows, 520, dtype=BFLOAT16)[:, :512], torch.zeros(rows, 32, dtype=BFLOAT16)
     bias, gain = torch.zeros(64, dtype=BFLOAT16), torch.zeros(512)
-    launch_skinny_linear(out, x, tiles, bias, gain, 1e-5, "silu", 0.5, SkinnyConfig(4, 1, 1, True))
+    launch_product(out, x, tiles, ProductArguments(bias, gain, 1e-5, "silu", 0.5), config)
     ((grid, threads, given, options),) = launches
-    source = (nvrtc.FOLDER / "skinny_linear.cu").read_text()
-    declared = re.search(r"\nskinny_linear\(([^)]*)\)", source)[1]  # type: ignore[index]
+    text = (nvrtc.FOLDER / f"{source}.cu").read_text()
+    declared = re.search(rf"\n{source}\(([^)]*)\)", text)[1]  # type: ignore[index]
     names = [re.search(r"(\w+)$", parameter.strip())[1] for parameter in declared.split(",")]  # type: ignore[index]
     by_name = {"out": out, "x": x, "bias": bias, "gain": gain, **dict(zip(tiles._fields[:4], tiles[:4], strict=True))}
-    by_name |= {"rows": 2, "x_stride": 520, "out_stride": 32, "eps": 1e-5, "factor": 0.5}
+    by_name |= {"rows": rows, "x_stride": 520, "out_stride": 32, "eps": 1e-5, "factor": 0.5}
     for name, value in zip(names, given, strict=True):
         assert by_name[name] is value if isinstance(value, Tensor) else by_name[name] == value, name
-    assert (grid, threads, options["starts_early"]) == ((8,), 128, True)
+    assert (grid, threads, options["starts_early"]) == ((blocks,), 128, True)
+    assert options.get("cluster", 1) == getattr(config, "splits", 1)
 
 
 def test_on_a_cpu_the_configuration_changes_nothing() -> None:
