@@ -155,9 +155,12 @@ class StepSlots:
 
 @dataclass(kw_only=True)
 class Batch(StepSlots):
-    """The buffers narrowed to the rows of one bucket; each slot is an attribute, at the same address."""
+    """The buffers narrowed to the rows of one bucket; each slot is an attribute, at the same address.
 
-    def __getattr__(self, name: str) -> Any:
+    Its slots are declared when the program runs: to a type checker each name is a tensor. A dataclass has typed names.
+    """
+
+    def __getattr__(self, name: str) -> Tensor:
         declared = sorted(slot for slot, value in vars(self).items() if isinstance(value, Tensor))
         raise AttributeError(f"no slot {name!r}; declared are {declared}")
 
@@ -324,7 +327,7 @@ class StepBuffers(Generic[B]):
                 self._blocks[slot.staged].host_views[slot.name].fill_(slot.pad)
             self._tensors[slot.name].fill_(slot.pad)
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self: StepBuffers[Batch], name: str) -> Tensor:
         tensors = self.__dict__.get("_tensors", {})
         if name in tensors:
             return tensors[name]

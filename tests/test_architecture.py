@@ -37,6 +37,7 @@ FLOORS = (
         "graphdecode.config",
         "graphdecode.errors",
         "graphdecode.extensions",
+        "graphdecode.hub",
         "graphdecode.memory",
     ),
     ("graphdecode.kernels",),

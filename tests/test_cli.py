@@ -515,6 +515,15 @@ def test_a_length_beyond_the_models_is_a_warning_and_reduced() -> None:
         assert by_default.config.max_sequence_length == 512
 
 
+def test_a_cache_that_holds_less_than_one_sequence_is_warned_of() -> None:
+    limits = {"max_batch_size": 1, "max_sequence_length": 64, "backend": "eager"}
+    with pytest.warns(UserWarning, match="total_num_pages=3 .*48 tokens.*max_sequence_length=64 needs 4"):
+        LLM("demo", total_num_pages=3, **limits).close()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        LLM("demo", total_num_pages=4, **limits).close()
+
+
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs /proc")
 def test_one_prompt_takes_the_memory_of_weights_and_cache_and_little_more(tmp_path: Path) -> None:
     """Of a fresh process, over what it has after `import torch`: at its peak, and without packages of no use here."""

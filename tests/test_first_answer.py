@@ -9,8 +9,8 @@ import pytest
 from command_line import spawn_command
 from compiled_kernels import compiled
 
+from graphdecode.hub.model_path import installable
 from graphdecode.kernels.native.instructions import VARIABLE, available, instructions
-from graphdecode.models.model_path import installable
 
 ROOT = Path(__file__).parents[1]
 ALWAYS = (instructions().name, "avx2")

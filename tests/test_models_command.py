@@ -35,10 +35,10 @@ def test_each_model_is_listed_with_what_it_takes(folder: Path) -> None:
         assert adder["cache_bytes"] == sum(k.nbytes + v.nbytes for k, v in llm.cache.layers)
         assert adder["max_sequence_length"] == llm.capacity.max_sequence_length
     assert adder["architecture"] == "LlamaForCausalLM"
-    assert (adder["format"], adder["dtype"], adder["place"]) == ("safetensors", "float32", str(folder))
+    assert (adder["format"], adder["dtype"], adder["location"]) == ("safetensors", "float32", str(folder))
     assert adder["weight_bytes"] == pytest.approx((folder / "adder" / "model.safetensors").stat().st_size, rel=0.01)
     assert (adder["fits"], adder["error"]) == (True, None)
-    assert records["demo"]["place"] == "shipped"
+    assert records["demo"]["location"] == "shipped"
     assert "holds no model.safetensors" in records["broken"]["error"]
     assert records["packed"]["format"] == "gguf"
     assert "m.gguf is not a GGUF file" in records["packed"]["error"]

@@ -25,6 +25,7 @@ def step(batch: SpeculativeBatch, buffers: StepBuffers[SpeculativeBatch]) -> Non
     rms_norm(batch.tokens, batch.tokens, weight=batch.logits, eps=1e-6)
     batch.tokns
     buffers.narrow(2).num_draft
+    buffers.tokns.zero_()
     batch.adapters.zero_()
     rms_norm(batch.tokens, batch.tokens, wieght=batch.logits, eps=1e-6)
 """
@@ -39,7 +40,7 @@ def test_a_wrong_name_of_a_slot_or_an_argument_is_an_error_of_types(tmp_path: Pa
     found = [line.partition("step.py:")[2] for line in text.splitlines() if "step.py:" in line and "error" in line]
     lines = STEP.splitlines()
     wrong = {lines[int(line.split(":")[0]) - 1].strip() for line in found}
-    assert wrong == {line.strip() for line in lines[-4:]}
+    assert wrong == {line.strip() for line in lines[-5:]}
 
 
 @dataclass(kw_only=True)

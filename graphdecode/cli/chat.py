@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from graphdecode.cli.checkpoint import find_checkpoint, fitted
+from graphdecode.cli.checkpoint import find_model, fitted, load_checkpoint
 from graphdecode.cli.options import (
     MODEL_OPTIONS,
     ConfigOption,
@@ -270,16 +270,17 @@ def chat(
         settings = settings_of(config, **overrides)
         if lora is not None and not settings.max_adapters:
             settings = settings.with_settings(max_adapters=1)
+        sampling_args = {"seed": settings.seed, **sampling, "max_tokens": max_tokens}
+        SamplingParams(**sampling_args)  # fails before the slow imports, as does a wrong model
+        paths = find_model(model, tokenizer)
         with ctrl_c_blocked():
             from graphdecode import LLM, LoRARequest
             from graphdecode.memory import collector_spared
             from graphdecode.text import Conversation, render_chat
 
-        sampling_args = {"seed": settings.seed, **sampling, "max_tokens": max_tokens}
-        SamplingParams(**sampling_args)  # fails before the model is loaded, as `render_chat` does without a template
-        checkpoint = find_checkpoint(model, tokenizer, settings, overrides.get("max_sequence_length"))
+        checkpoint = load_checkpoint(paths, settings, overrides.get("max_sequence_length"))
         first = {"role": "user", "content": messages[0] if messages else "Hello"}
-        render_chat(checkpoint.tokenizer, [first], chat_template=chat_template)
+        render_chat(checkpoint.tokenizer, [first], chat_template=chat_template)  # fails without a template
         may_defer, length = not is_in_file(config, "capture_when"), checkpoint.trained_length
         settings = fitted(settings, [1], None, outputs=1, trained_length=length, may_defer=may_defer)
         llm = LLM(checkpoint.path, config=settings, tokenizer=checkpoint.tokenizer, progress=True)

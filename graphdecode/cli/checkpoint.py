@@ -8,6 +8,14 @@ from typing import Any, NamedTuple
 
 from graphdecode.config import EngineConfig
 from graphdecode.errors import ArgumentError
+from graphdecode.hub.model_path import resolve_model_path
+
+
+class ModelPaths(NamedTuple):
+    """Where a model and its tokenizer are."""
+
+    model: Path
+    tokenizer: Path
 
 
 class ResolvedModel(NamedTuple):
@@ -18,17 +26,21 @@ class ResolvedModel(NamedTuple):
     trained_length: int  # tokens of a sequence
 
 
-def find_checkpoint(
-    model: str, tokenizer: str | None, settings: EngineConfig, max_sequence_length: int | None = None
-) -> ResolvedModel:
-    """Resolve and check a model, and load its tokenizer, or another one.
+def find_model(model: str, tokenizer: str | None) -> ModelPaths:
+    """Find a model, and its tokenizer or another one, before anything slow is imported; raises `ArgumentError`."""
+    path = resolve_model_path(model)
+    return ModelPaths(path, path if tokenizer is None else resolve_model_path(tokenizer))
+
+
+def load_checkpoint(paths: ModelPaths, settings: EngineConfig, max_sequence_length: int | None = None) -> ResolvedModel:
+    """Check a model, and load its tokenizer.
 
     `max_sequence_length` is the option: at most what the model was trained for. Raises `ArgumentError`.
     """
-    from graphdecode.models import check_model, resolve_model_path
+    from graphdecode.models import check_model
     from graphdecode.text import load_tokenizer
 
-    path, trusted = resolve_model_path(model), settings.trust_remote_code
+    path, trusted = paths.model, settings.trust_remote_code
     described = check_model(path, model_impl=settings.model_impl, trust_remote_code=trusted)
     trained_length = described.max_position_embeddings
     if max_sequence_length is not None and max_sequence_length > trained_length:
@@ -36,8 +48,7 @@ def find_checkpoint(
             f"--max-sequence-length must be at most {trained_length}, for which the model was trained, "
             f"got {max_sequence_length}"
         )
-    source = path if tokenizer is None else resolve_model_path(tokenizer)
-    return ResolvedModel(path, load_tokenizer(source, trust_remote_code=trusted), trained_length)
+    return ResolvedModel(path, load_tokenizer(paths.tokenizer, trust_remote_code=trusted), trained_length)
 
 
 def check_pages(settings: EngineConfig, length: int) -> None:

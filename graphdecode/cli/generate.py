@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from graphdecode.cli.checkpoint import ResolvedModel, find_checkpoint, fitted
+from graphdecode.cli.checkpoint import ResolvedModel, find_model, fitted, load_checkpoint
 from graphdecode.cli.options import (
     MODEL_OPTIONS,
     ConfigOption,
@@ -67,17 +67,17 @@ def generate(
         sampling["logit_bias"] = dict(map(_bias, sampling["logit_bias"]))
     texts = _collect_prompts(prompts or [], prompt or [], prompts_file)
     settings = settings_of(config, **overrides)
+    sampling_args = {"seed": settings.seed, **sampling, "max_tokens": max_tokens}
+    requested, paths = SamplingParams(**sampling_args), find_model(model, tokenizer)  # fail before the slow imports
     with ctrl_c_blocked():
         from graphdecode import LLM
         from graphdecode.memory import collector_spared
 
-    sampling_args = {"seed": settings.seed, **sampling, "max_tokens": max_tokens}
-    requested = SamplingParams(**sampling_args)  # fails before the model is loaded
     if record_batches is not None:
         from graphdecode.profiling.tuner import check_record, record_batch_sizes
 
         check_record(record_batches)
-    checkpoint = find_checkpoint(model, tokenizer, settings, overrides.get("max_sequence_length"))
+    checkpoint = load_checkpoint(paths, settings, overrides.get("max_sequence_length"))
     settings = _sized(settings, checkpoint, texts, requested, may_defer=not is_in_file(config, "capture_when"))
     with (
         LLM(checkpoint.path, config=settings, tokenizer=checkpoint.tokenizer, progress=True) as llm,

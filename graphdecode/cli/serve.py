@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from graphdecode.cli.checkpoint import check_pages, find_checkpoint
+from graphdecode.cli.checkpoint import ModelPaths, check_pages, find_model, load_checkpoint
 from graphdecode.cli.options import (
     MODEL_OPTIONS,
     ConfigOption,
@@ -66,16 +66,16 @@ def check_extra(doing: str, extra: str = "serve") -> None:
 
 
 def service_maker(
-    model: str, tokenizer: str | None, settings: EngineConfig, server_config: ServerConfig
+    model: str, paths: ModelPaths, settings: EngineConfig, server_config: ServerConfig
 ) -> Callable[[], Service]:
-    """Return a picklable factory of a model's service; for arguments and errors see `find_checkpoint`."""
+    """Return a picklable factory of a model's service; for errors see `load_checkpoint`."""
     with ctrl_c_blocked():
         from graphdecode import __version__
         from graphdecode.models import generation_defaults
         from graphdecode.server.service import Service
         from graphdecode.text.chat import read_template, render_chat
 
-    checkpoint = find_checkpoint(model, tokenizer, settings)
+    checkpoint = load_checkpoint(paths, settings)
     check_pages(settings, min(settings.buckets.max_sequence_length, checkpoint.trained_length))
     if server_config.chat_template is not None:
         checkpoint.tokenizer.chat_template = read_template(Path(server_config.chat_template).expanduser())
@@ -128,6 +128,7 @@ def serve(
 
     settings = settings_of(config, **overrides)
     server_config, replicas = load_server_config(config, **serving), load_replica_config(config, **scale)
+    paths = find_model(model, tokenizer)
     if replicas.enabled:
         prepare_ray("replicas", replicas)
         if server_config.lora_folder is not None:
@@ -140,7 +141,7 @@ def serve(
     # its process imports torch while this one does
     engine = None if replicas.enabled else start_engine_process()
     try:
-        _run(service_maker(model, tokenizer, settings, server_config), settings, server_config, replicas, engine)
+        _run(service_maker(model, paths, settings, server_config), settings, server_config, replicas, engine)
     except BaseException:
         if engine is not None:
             engine.process.kill()
@@ -236,8 +237,6 @@ def batch(
     The line of a request that fails has the error that a server would return; the exit code is 2 then.
     """
     check_extra("a batch")
-    from graphdecode.server.batch import BatchInput, BatchOutput
-
     settings = settings_of(config, **overrides)
     # no other clients have to be served
     endless = {"max_waiting": _UNBOUNDED, "request_timeout_s": 0.0, "otlp_traces_endpoint": None}
@@ -248,13 +247,18 @@ def batch(
         settings = settings_per_engine(settings, replicas)
     elif scale:
         raise ArgumentError("--replicas and --ray-address are for a batch with --ray")
+    if not requests.is_file():
+        wrong = "is not a file" if requests.exists() else "does not exist"
+        raise ArgumentError(f"{requests} {wrong}: a batch needs a file of requests, one a line")
+    from graphdecode.server.batch import BatchInput, BatchOutput
+
     requested = BatchInput(requests, server_config.max_body_bytes)
     if answers.exists() and answers.samefile(requests):
         raise ArgumentError(f"INPUT and OUTPUT must be two files, got {answers} for both")
     output = BatchOutput(answers, requested.custom_ids)
     try:
         if len(output.answered) < len(requested.custom_ids):
-            make_service = service_maker(model, tokenizer, settings, server_config)
+            make_service = service_maker(model, find_model(model, tokenizer), settings, server_config)
             _run_all(make_service, settings, server_config, replicas if ray else None, requested, output)
     finally:
         output.close()

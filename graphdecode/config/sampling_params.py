@@ -158,6 +158,8 @@ class SamplingParams:
             0 is for `prompt_logprobs` with `n=1`: the prompt is scored, and nothing is generated.
         min_tokens: until this many tokens, stop tokens and end-of-sequence tokens are masked, with `ignore_eos` too,
             and stop texts do not stop.
+        thinking_token_budget: tokens of the reasoning that an output begins with, after which it is closed by the
+            model's own marker, if the chat template has one; None and -1: as many as the model writes.
         logprobs: return the log-probabilities of this many most likely tokens, and of the sampled one; at most the
             engine's `max_logprobs`; -1 means the whole vocabulary.
         prompt_logprobs: the same for each position of the prompt, and the prompt's token there. The whole prompt is
@@ -229,6 +231,9 @@ class SamplingParams:
     ignore_eos: bool = _param(False, _SWITCH, "Go on after the end-of-sequence token.")
     max_tokens: int | None = _param(16)
     min_tokens: int = _param(0, None, "Tokens before which nothing ends an output.")
+    thinking_token_budget: int | None = _param(
+        None, none_or(integer(-1)), "Tokens of reasoning, after which the model's own marker closes it."
+    )
     logprobs: int | None = _param(None, _COUNT, "Most likely tokens to return at each position; with --json.")
     prompt_logprobs: int | None = _param(None, _COUNT, "As --logprobs, at each position of the prompt.")
     truncate_prompt_tokens: int | None = _param(
@@ -268,8 +273,9 @@ class SamplingParams:
         has_text = self.detokenize or not strings
         self._check("stop", has_text, "None if detokenize is False")
         object.__setattr__(self, "stop_strings", strings)
-        if self.seed == -1:
-            object.__setattr__(self, "seed", None)
+        for name in ("seed", "thinking_token_budget"):
+            if getattr(self, name) == -1:
+                object.__setattr__(self, name, None)
 
     def replace(self, **changes: Any) -> SamplingParams:
         """Return a copy with some fields changed, and checked: these parameters are frozen, for requests share them."""

@@ -108,7 +108,6 @@ SAMPLING_PARAMS: dict[str, Unsupported] = {
     "skip_reading_prefix_cache": Unsupported(
         "a prompt with prompt_logprobs is computed whole; for others: LLM(prefix_cache=False)", (None, False)
     ),
-    "thinking_token_budget": Unsupported("max_tokens limits the output, reasoning included"),
     "repetition_detection": Unsupported("frequency_penalty and repetition_penalty make loops unlikely"),
     "watermarking": Unsupported("outputs carry no watermark", (None, False)),
     **each_of("logprob_token_ids prompt_logprob_token_ids", _LIKELY),

@@ -19,13 +19,13 @@ from graphdecode.convert.folders import (
 )
 from graphdecode.convert.gguf_model import GgufModel
 from graphdecode.errors import ArgumentError
+from graphdecode.hub.gguf_files import shards_of
 from graphdecode.linear.quantization.registry import online_quantizations, weight_type
 from graphdecode.linear.weight_form import FLOAT_DTYPES, Stored
 from graphdecode.models.checkpoint import Checkpoint
 from graphdecode.models.describe import check_model
 from graphdecode.models.family import family_of
 from graphdecode.models.fit import fitted_config
-from graphdecode.models.gguf.files import shards_of
 from graphdecode.models.gguf.source import Gguf
 from graphdecode.models.gguf.tokenizer import vocabulary_fields
 from graphdecode.models.quantize_on_load import quantized_on_load

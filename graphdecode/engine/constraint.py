@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -45,6 +46,11 @@ class Constraint(ABC):
         """The equivalent automaton for the device; None if the grammar is not a finite automaton."""
         return None
 
+    @property
+    def num_free_tokens(self) -> int:
+        """For how many more tokens the mask stays as it is, whatever they are."""
+        return 0
+
     @abstractmethod
     def fill(self, words: np.ndarray, stop_ids: Sequence[int]) -> None:
         """Write the mask of allowed tokens, int32 [ceil(vocab / 32)]: bit i of word w is for token 32 w + i.
@@ -85,6 +91,12 @@ class AtLeast(Constraint):
         self.num_words = -(-vocab_size // MASK_BITS)
         self._constraint, self._tokens_left, self._eos_token_ids = constraint, min_tokens, eos_token_ids
 
+    @property
+    def num_free_tokens(self) -> int:
+        """See `Constraint.num_free_tokens`."""
+        free = self._constraint.num_free_tokens
+        return min(free, self._tokens_left) if self._tokens_left > 0 else free
+
     def fill(self, words: np.ndarray, stop_ids: Sequence[int]) -> None:
         """See `Constraint.fill`."""
         self._constraint.fill(words, stop_ids)
@@ -98,6 +110,83 @@ class AtLeast(Constraint):
         """See `Constraint.accept`."""
         self._tokens_left -= 1
         return self._constraint.accept(token_id)
+
+
+class ReasoningMarkers(NamedTuple):
+    """Token ids that open and close the reasoning with which an output may begin."""
+
+    start: tuple[int, ...]
+    end: tuple[int, ...]
+    is_open: bool  # whether the prompt has opened it
+
+
+class AfterReasoning(Constraint):
+    """Closes the reasoning after a number of tokens (`budget`); another constraint begins behind it.
+
+    Reasoning is open from the beginning, or begins with the first token, or there is none.
+    """
+
+    def __init__(
+        self,
+        markers: ReasoningMarkers,
+        constraint: Constraint | None,
+        budget: int | None,
+        vocab_size: int,
+    ) -> None:
+        self.num_words = -(-vocab_size // MASK_BITS)
+        self._markers, self._constraint = markers, constraint
+        self._tokens_left = sys.maxsize if budget is None else budget  # of the reasoning
+        self._is_open, self._is_over = markers.is_open, False
+        self._marker = markers.end if self._is_open else markers.start  # the next one
+        self._matched = 0  # tokens of it that came last
+
+    @property
+    def num_free_tokens(self) -> int:
+        """See `Constraint.num_free_tokens`."""
+        if self._is_over:
+            return sys.maxsize if self._constraint is None else self._constraint.num_free_tokens
+        if self._constraint is None:
+            return self._tokens_left
+        return 1 if self._is_open and self._tokens_left > 0 and self._matched < len(self._marker) - 1 else 0
+
+    def fill(self, words: np.ndarray, stop_ids: Sequence[int]) -> None:
+        """See `Constraint.fill`."""
+        follows = self._constraint is not None and (self._is_over or not (self._is_open or self._matched))
+        if follows:
+            assert self._constraint is not None
+            self._constraint.fill(words, stop_ids)
+        else:
+            words.fill(-1)
+        if self._is_over:
+            return
+        next_id = self._marker[self._matched]
+        is_forced = self._is_open and self._tokens_left <= 0
+        if is_forced or (self._constraint is not None and self._matched and not self._is_open):
+            words.fill(0)
+        elif self._constraint is not None and self._is_open:
+            forbid(words, stop_ids)
+        allow(words, [next_id])
+
+    def accept(self, token_id: int) -> bool:
+        """See `Constraint.accept`."""
+        if self._is_over:
+            return self._constraint is not None and self._constraint.accept(token_id)
+        if self._is_open:
+            self._tokens_left -= 1
+        self._matched = _matched(self._marker, self._matched, token_id)
+        if self._matched == len(self._marker):
+            self._is_over, self._matched, self._marker = self._is_open, 0, self._markers.end
+            self._is_open = True
+        elif not (self._is_open or self._matched):  # it began without reasoning
+            self._is_over = True
+            return self.accept(token_id)
+        return False
+
+
+def _matched(marker: tuple[int, ...], matched: int, token_id: int) -> int:
+    """Return how many tokens of a marker an output ends with, after `matched` and one more."""
+    last = (*marker[:matched], token_id)
+    return next(size for size in range(len(last), -1, -1) if marker[:size] == last[len(last) - size :])
 
 
 def allow(words: np.ndarray, token_ids: Sequence[int]) -> None:

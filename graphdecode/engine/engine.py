@@ -17,7 +17,7 @@ import numpy as np
 from graphdecode.cache.ledger import prefix_root
 from graphdecode.distributed import RankError
 from graphdecode.engine.adapters import EngineAdapters
-from graphdecode.engine.constraint import AtLeast, Constrain, Constraint, ConstraintError
+from graphdecode.engine.constraint import AfterReasoning, AtLeast, Constrain, Constraint, ConstraintError
 from graphdecode.engine.loop import EngineLoop
 from graphdecode.engine.metrics import RequestMetrics
 from graphdecode.engine.request import Event, Request, RequestError, RequestRules
@@ -180,19 +180,22 @@ class Engine:
     def _constraint(
         self, request: Request, constraint: Constraint | None, stop_ids: tuple[int, ...]
     ) -> tuple[Constraint, np.ndarray] | tuple[None, None]:
-        grammar, min_tokens = request.grammar, request.sampling_params.min_tokens
-        if grammar is None:
+        grammar, markers, params = request.grammar, request.reasoning, request.sampling_params
+        if grammar is None and (markers is None or params.thinking_token_budget is None):
             return None, None
         if not self.runner.step.takes_constraints:
             raise RequestError(f"structured_outputs: {type(self.runner.step).__name__} does not support them")
         mask = np.empty(-(-self.vocab_size // MASK_BITS), dtype=np.int32)
         try:
-            if constraint is None:
+            if constraint is None and grammar is not None:
                 if self.constrain is None:
                     raise RequestError("this engine reads no grammars: it has no tokenizer, or llguidance is missing")
                 constraint = self.constrain(grammar)
-            if min_tokens:
-                constraint = AtLeast(constraint, min_tokens, self.vocab_size, self.rules.eos_token_ids)
+            if markers is not None:
+                constraint = AfterReasoning(markers, constraint, params.thinking_token_budget, self.vocab_size)
+            assert constraint is not None
+            if params.min_tokens:
+                constraint = AtLeast(constraint, params.min_tokens, self.vocab_size, self.rules.eos_token_ids)
             constraint.fill(mask, stop_ids)
         except ConstraintError as error:
             raise RequestError(f"structured_outputs: {error}") from error

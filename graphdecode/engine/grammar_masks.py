@@ -26,12 +26,19 @@ class GrammarMasks:
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
         self.rows: _Constrained = {}
+        self._free: list[Sequence] = []  # staged rows whose masks stay as they are for now
         self.thread_seconds = 1e-3
         self._fill_seconds = 0.0  # time of the last fill
 
-    def stage(self, sequences: list[Sequence]) -> None:
-        """Take other rows; automata on the device fill the masks of some."""
-        self.rows = _constrained(sequences, self._runner.step.guided_rows)
+    def stage(self, sequences: list[Sequence], window: int) -> None:
+        """Take other rows; automata on the device fill the masks of some, and some are free for `window` tokens."""
+        free = {row: each for row, each in enumerate(sequences) if may_be_masked(each) and is_free(each, window)}
+        self.rows, self._free = _constrained(sequences, {*self._runner.step.guided_rows, *free}), [*free.values()]
+
+    def changes(self, window: int) -> bool:
+        """Whether a free row is no longer free for `window` tokens, or a masked row has become free."""
+        masked = (sequence for rows in self.rows.values() for _, sequence in rows)
+        return any(is_free(each, window) for each in masked) or not all(is_free(each, window) for each in self._free)
 
     def fill(self) -> None:
         """Fill the masks of all rows, and stage them."""
@@ -55,6 +62,11 @@ def may_be_masked(sequence: Sequence) -> bool:
         return sequence.constraint is not None and sequence.constraint.guide is None
     except Exception:  # raised once more when its row is staged
         return True
+
+
+def is_free(sequence: Sequence, window: int) -> bool:
+    """Whether the mask of a sequence's row stays as it is for `window` tokens."""
+    return sequence.constraint is None or sequence.constraint.num_free_tokens >= window
 
 
 def fill_sampling_masks(sequences: list[Sequence]) -> None:

@@ -9,7 +9,7 @@ from collections import deque
 from graphdecode.buckets import StepShape
 from graphdecode.cache import CacheFullError
 from graphdecode.engine.draft_scheduler import DraftScheduler
-from graphdecode.engine.grammar_masks import GrammarMasks, fill_sampling_masks, may_be_masked
+from graphdecode.engine.grammar_masks import GrammarMasks, fill_sampling_masks, is_free, may_be_masked
 from graphdecode.engine.metrics import EngineStats
 from graphdecode.engine.outputs import OutputProcessor
 from graphdecode.engine.page_reservation import PageReservation
@@ -120,12 +120,13 @@ class EngineLoop:
         """Stage what has changed, and return what to launch; None if no row is left."""
         # the mask of a masked row depends on its last token, which the host has to read first: while there is such a
         # row, a launch is one step, and is read before the next one
-        is_steady = self.scheduler.decoding == self._batch.sequences
+        window = self._mask_window
+        is_steady = self.scheduler.decoding == self._batch.sequences and not self.masks.changes(window)
         has_masked_rows = bool(self.masks.rows)
         if not is_steady:
-            has_masked_rows = any(map(may_be_masked, self.scheduler.decoding))
+            has_masked_rows = any(may_be_masked(each) and not is_free(each, window) for each in self.scheduler.decoding)
         num_steps = 1 if has_masked_rows else self.runner.steps_per_launch
-        num_tokens = num_steps if self.drafts is None else num_steps * self.drafts.pace.widths[-1]
+        num_tokens = num_steps * self._most_queries
         room = num_tokens
         try:
             pages_changed = self._pages.reserve(num_tokens, self._in_flight, is_steady=is_steady)
@@ -160,6 +161,15 @@ class EngineLoop:
         batch.steady_plan = plan if is_repeatable else None
         return plan
 
+    @property
+    def _most_queries(self) -> int:
+        return 1 if self.drafts is None else self.drafts.pace.widths[-1]
+
+    @property
+    def _mask_window(self) -> int:
+        """Most tokens of a launch and of those in flight with it."""
+        return self.runner.steps_per_launch * self._most_queries * (1 + self.lookahead)
+
     def _steps_to_checkpoint(self) -> int:
         """Return for how many steps no row gets past its next checkpoint."""
         if self._checkpoints is None:
@@ -176,7 +186,8 @@ class EngineLoop:
         fill_sampling_masks(sequences)
 
         def stage(sequences: list[Sequence]) -> None:
-            self.runner.stage([each.row_inputs(self.scheduler.memory_of(each)) for each in sequences])
+            memory_of, window = self.scheduler.memory_of, self._mask_window
+            self.runner.stage([each.row_inputs(memory_of(each), window) for each in sequences])
 
         try:
             stage(sequences)
@@ -186,7 +197,7 @@ class EngineLoop:
             return self._stage(list(self.scheduler.decoding))
         logprobs = max((s.params.logprobs for s in sequences if s.params.logprobs is not None), default=None)
         self._batch = StagedBatch(sequences, any(each.adapter is not None for each in sequences), logprobs)
-        self.masks.stage(sequences)
+        self.masks.stage(sequences, self._mask_window)
         return True
 
     def _stage_pages(self) -> None:

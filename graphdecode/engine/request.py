@@ -12,6 +12,7 @@ import numpy as np
 
 from graphdecode.config.sampling_params import SamplingParams
 from graphdecode.engine.capacity import Capacity
+from graphdecode.engine.constraint import ReasoningMarkers
 from graphdecode.engine.metrics import RequestMetrics
 from graphdecode.errors import ArgumentError, shown
 from graphdecode.kernels.sampling.sampling_slots import BAD_WORD_LENGTH, SamplingCapacity
@@ -43,6 +44,7 @@ class Request:
     is_checked: bool = False  # whether the engine's `rules` were already checked
     pools: bool = False  # the prompt's hidden states are pooled, and nothing is generated
     scores: bool = False  # it pools, and the event has the logits of the labels instead
+    reasoning: ReasoningMarkers | None = None  # the output may begin with reasoning, and `grammar` is behind it
 
 
 class TokenLogprobs(NamedTuple):
@@ -110,7 +112,8 @@ class RequestRules:
             RequestError: names the value and its range.
         """
         params = request.sampling_params
-        self.check_sampling(params, request.bad_words_token_ids, is_structured=request.grammar is not None)
+        is_constrained = request.grammar is not None or request.reasoning is not None
+        self.check_sampling(params, request.bad_words_token_ids, is_structured=is_constrained)
         self.check_prompt(request.prompt_token_ids, 0 if request.pools else params.max_tokens)
         priority: Any = request.priority
         start_tag: Any = request.start_tag

@@ -141,9 +141,9 @@ class Sequence:
             f"(temperature {self.params.temperature:g}): {NO_CHOICE[reason]}"
         )
 
-    def row_inputs(self, memory: SequenceMemory) -> RowInputs:
-        """Return the inputs of its row."""
-        may_draft = self.constraint is None
+    def row_inputs(self, memory: SequenceMemory, window: int = 1) -> RowInputs:
+        """Return the inputs of its row; `window`: the tokens for which no mask has to be filled to have drafts."""
+        may_draft = self.constraint is None or self.constraint.num_free_tokens >= window
         guide = None if self.constraint is None else self.constraint.guide
         return RowInputs(self.token_ids, self.prompt_length, memory, self.sampling, may_draft, guide)
 

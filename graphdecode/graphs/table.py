@@ -209,7 +209,7 @@ class GraphTable:
         constants are checked. A strict table audits its graphs before every replay.
 
         Args:
-            wanted: the step before padding: live rows, queries, tokens of staged prompt chunks.
+            requested: the step before padding: live rows, queries, tokens of staged prompt chunks.
             steps: number of steps of a loop; None: one step, and no epilogue.
             meanwhile: host work between the two halves of a step, on a CPU in another thread while the first half runs.
                 The second half reads what it writes, or uploads on the current stream.

@@ -1,5 +1,6 @@
 """Decoder models, and the loading of checkpoints."""
 
+from graphdecode.hub.model_path import ModelSourceError, resolve_model_path
 from graphdecode.models.checkpoint import generation_defaults
 from graphdecode.models.compute import num_parameters, resolve_device, resolve_dtype
 from graphdecode.models.config import ModelConfig, ModelShape, UnsupportedModelError
@@ -8,7 +9,6 @@ from graphdecode.models.describe import adapter_bytes, check_model, describe_mod
 from graphdecode.models.family import Family, config_of, register_family
 from graphdecode.models.load import load_model
 from graphdecode.models.model import Chunks, DecodeInputs, Model
-from graphdecode.models.model_path import ModelSourceError, resolve_model_path
 from graphdecode.models.source import register_source
 from graphdecode.models.weight_map import CheckpointError
 

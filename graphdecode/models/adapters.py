@@ -13,12 +13,12 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from graphdecode.errors import GraphdecodeError, cause, shown
+from graphdecode.hub.gguf_files import SUFFIX
 from graphdecode.linear.experts import ExpertForm, ExpertNames
 from graphdecode.linear.lora import Halves, LoRAEmbedding, LoRAExperts, LoRALinear, keys_by_head, values_by_head
 from graphdecode.linear.weight_form import WeightForm
 from graphdecode.models.config import ModelShape
 from graphdecode.models.gguf.adapter import read_gguf_adapter
-from graphdecode.models.gguf.files import SUFFIX
 from graphdecode.models.low_rank import AdapterError, LowRank, Stack
 from graphdecode.models.peft.adapter import HoldingWeights, read_peft
 from graphdecode.models.weight_map import Part, Run, WeightMap

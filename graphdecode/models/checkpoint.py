@@ -14,6 +14,13 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from graphdecode.errors import shown
+from graphdecode.hub.model_path import (
+    installed_as,
+    refuse_link_outside,
+    refuse_pointer,
+    require_file,
+    resolve_model_path,
+)
 from graphdecode.linear.quantization.format import PackedTensor, QuantizationFormat
 from graphdecode.linear.quantization.quantized_weight import QuantizedWeight
 from graphdecode.linear.quantization.registry import CONFIGURATIONS, format_of
@@ -21,13 +28,6 @@ from graphdecode.linear.weight_form import Shard, Stored
 from graphdecode.models.config import ModelConfig
 from graphdecode.models.family import config_of, family_of
 from graphdecode.models.fields import UnsupportedModelError, eos_token_ids, errors_name, flag, read_json
-from graphdecode.models.model_path import (
-    installed_as,
-    refuse_link_outside,
-    refuse_pointer,
-    require_file,
-    resolve_model_path,
-)
 from graphdecode.models.multimodal import text_names, text_settings
 from graphdecode.models.peft.fields import ADAPTER_FILE
 from graphdecode.models.weight_map import CheckpointError

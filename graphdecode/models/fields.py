@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from graphdecode.errors import UnsupportedModelError, shown
-from graphdecode.models.model_path import refuse_pointer, require_file
+from graphdecode.hub.model_path import refuse_pointer, require_file
 
 MOST = 2**31 - 1  # limit of fields that are not in `LIMITS` (int32)
 LIMITS = {  # several times the largest models; each layer and expert allocates memory before a tensor is read

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from graphdecode.errors import ArgumentError, resembling
+from graphdecode.hub.model_path import SHAPE_PREFIX
 from graphdecode.linear.weight_form import Shard, Stored
 from graphdecode.models.config import ModelConfig
 from graphdecode.models.families import ARCHITECTURES
 from graphdecode.models.family import config_of, family_of
-from graphdecode.models.model_path import SHAPE_PREFIX
 from graphdecode.models.weight_map import parts
 
 _SIZES = (

@@ -27,7 +27,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from graphdecode.config import ServerConfig
 from graphdecode.errors import AnswerError, shown
 from graphdecode.server.chat_completions import rendered_chat
-from graphdecode.server.endpoints import GENERATING, Endpoint, GeneratingEndpoint
+from graphdecode.server.endpoints import (
+    GENERATING,
+    POOLING,
+    TRANSLATED,
+    Endpoint,
+    GeneratingEndpoint,
+    as_prepared,
+)
 from graphdecode.server.http import BUSY, HANDLERS, HttpError, error_response, path_below_root, unless_disconnected
 from graphdecode.server.preprocessing import Preprocessor
 from graphdecode.server.protocol import MAX_ID_LENGTH, Detokenize, LoadAdapter, Tokenize, UnloadAdapter
@@ -46,7 +53,7 @@ _PAGE_HEADERS = {
 
 _DEV = "/sleep", "/wake_up", "/is_sleeping", "/reset_prefix_cache"
 _ADAPTERS = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
-_GUARDED = "/v1", *_DEV  # paths that need a key begin with these
+_GUARDED = "/v1", "/v2", "/rerank", "/score", *_DEV  # paths that need a key begin with these
 
 
 class Addressed:
@@ -88,7 +95,7 @@ class Guard:
             if scope["type"] == "http":
                 self._check(scope)
         except HttpError as error:
-            await error_response(error)(scope, receive, send)
+            await error_response(error, scope)(scope, receive, send)
         else:
             await self._app(scope, receive, send)
 
@@ -111,12 +118,15 @@ def check_key(keys: Sequence[str], scope: Scope) -> None:
     """
     if not path_below_root(scope).startswith(_GUARDED) or scope["method"] == "OPTIONS":
         return
-    scheme, _, key = dict(scope["headers"]).get(b"authorization", b"").partition(b" ")
-    matches = [hmac.compare_digest(key.strip(), known.encode()) for known in keys]
-    if scheme.lower() != b"bearer" or not any(matches):
-        headers = {"WWW-Authenticate": "Bearer"}
-        raise HttpError(401, "the API key is missing or wrong", code="invalid_api_key", headers=headers)
-    scope[_KEY] = hashlib.blake2b(key.strip(), digest_size=16).hexdigest()
+    headers = dict(scope["headers"])
+    scheme, _, bearer = headers.get(b"authorization", b"").partition(b" ")
+    given = [bearer if scheme.lower() == b"bearer" else b"", headers.get(b"x-api-key", b"")]
+    # the sum compares with all of them
+    valid = [key.strip() for key in given if sum(hmac.compare_digest(key.strip(), known.encode()) for known in keys)]
+    if not valid:
+        challenge = {"WWW-Authenticate": "Bearer"}
+        raise HttpError(401, "the API key is missing or wrong", code="invalid_api_key", headers=challenge)
+    scope[_KEY] = hashlib.blake2b(valid[0], digest_size=16).hexdigest()
 
 
 def caller_of(scope: MutableMapping[str, Any]) -> str:
@@ -181,10 +191,6 @@ async def _load_adapter(service: Service, body: LoadAdapter) -> Response:
 async def _unload_adapter(service: Service, body: UnloadAdapter) -> Response:
     await service.unload_adapter(body.lora_name)
     return Response(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
-
-
-async def _as_json(service: Service, prepared: bytes) -> Response:
-    return Response(prepared, media_type="application/json")
 
 
 def tokenizer_info(service: Service) -> dict[str, Any]:
@@ -289,8 +295,10 @@ def make_app(service: Service, *, is_alone: bool = True) -> Starlette:
     metrics_type = "text/plain; version=0.0.4; charset=utf-8"
     posted: list[tuple[str, Endpoint | GeneratingEndpoint]] = [
         *GENERATING.items(),
-        ("/tokenize", Endpoint(Tokenize, prepared_tokens, _as_json)),
-        ("/detokenize", Endpoint(Detokenize, prepared_text, _as_json)),
+        *POOLING.items(),
+        *TRANSLATED.items(),
+        ("/tokenize", Endpoint(Tokenize, prepared_tokens, as_prepared)),
+        ("/detokenize", Endpoint(Detokenize, prepared_text, as_prepared)),
         (_ADAPTERS[0], Endpoint(LoadAdapter, _unchanged, _load_adapter)),
         (_ADAPTERS[1], Endpoint(UnloadAdapter, _unchanged, _unload_adapter)),
     ]

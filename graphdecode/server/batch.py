@@ -12,12 +12,12 @@ import uuid
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from graphdecode.errors import ArgumentError
-from graphdecode.server.endpoints import GENERATING
+from graphdecode.server.endpoints import GENERATING, POOLING
 from graphdecode.server.http import HttpError
 from graphdecode.server.protocol import GeneratingPath, problem_of
 from graphdecode.server.run import ServedModel
@@ -38,7 +38,7 @@ class BatchRequest(BaseModel):
 
     custom_id: str = Field(min_length=1)
     method: Literal["POST"]
-    url: GeneratingPath
+    url: GeneratingPath | Literal["/v1/embeddings"]
     body: dict[str, Any]
 
 
@@ -49,9 +49,6 @@ class BatchInput:
     """
 
     def __init__(self, path: Path, max_line_bytes: int) -> None:
-        if not path.is_file():
-            wrong = "is not a file" if path.exists() else "does not exist"
-            raise ArgumentError(f"{path} {wrong}: a batch needs a file of requests, one a line")
         self._path = path
         self._max_line_bytes = max_line_bytes
         self.custom_ids: dict[str, int] = {}  # -> line number, from 1
@@ -176,7 +173,8 @@ async def answer_request(service: Service, request: BatchRequest) -> tuple[int, 
             if request.body.get("stream"):
                 raise HttpError(400, "stream is not supported in a batch", param="stream")
             data = json.dumps(request.body).encode()
-            reply = await GENERATING[request.url].respond(service, data, caller="")
+            endpoint = POOLING[request.url] if request.url in POOLING else GENERATING[cast(GeneratingPath, request.url)]
+            reply = await endpoint.respond(service, data, caller="")
             return 200, json.loads(await reply.whole())
         except HttpError as failed:
             if failed.status < 500 or attempt == ATTEMPTS:

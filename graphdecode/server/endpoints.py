@@ -9,9 +9,12 @@ from functools import partial
 from typing import Any
 
 from pydantic import ValidationError
+from starlette.responses import Response
 
 from graphdecode.errors import GraphdecodeError
-from graphdecode.server import protocol
+from graphdecode.server import pooling, protocol
+from graphdecode.server.anthropic.reply import MessageReply, prepared_count, prepared_message
+from graphdecode.server.anthropic.request import CountTokens, Messages
 from graphdecode.server.chat_completions import ChatReply, prepared_chat
 from graphdecode.server.completions import CompletionReply, prepared_completion
 from graphdecode.server.http import LARGE_BYTES, HttpError, as_http_error
@@ -113,7 +116,24 @@ class GeneratingEndpoint(BodyReader):
             raise
 
 
+async def as_prepared(service: Service, prepared: bytes) -> Response:
+    """Answer with JSON that the preparation made."""
+    return Response(prepared, media_type="application/json")
+
+
+# whose requests are translated to chat completions
+TRANSLATED: dict[str, Endpoint | GeneratingEndpoint] = {
+    "/v1/messages": GeneratingEndpoint(Messages, prepared_message, MessageReply),
+    "/v1/messages/count_tokens": Endpoint(CountTokens, prepared_count, as_prepared),
+}
 GENERATING: dict[GeneratingPath, GeneratingEndpoint] = {
     "/v1/completions": GeneratingEndpoint(Completion, prepared_completion, CompletionReply),
     "/v1/chat/completions": GeneratingEndpoint(ChatCompletion, prepared_chat, ChatReply),
+}
+_RERANK = GeneratingEndpoint(pooling.Rerank, pooling.prepared_rerank, pooling.RerankReply)
+_SCORE = GeneratingEndpoint(pooling.Score, pooling.prepared_score, pooling.ScoreReply)
+POOLING = {
+    "/v1/embeddings": GeneratingEndpoint(pooling.Embeddings, pooling.prepared_embeddings, pooling.EmbeddingsReply),
+    **dict.fromkeys(("/v1/rerank", "/v2/rerank", "/rerank"), _RERANK),
+    **dict.fromkeys(("/v1/score", "/score"), _SCORE),
 }

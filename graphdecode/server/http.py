@@ -1,4 +1,4 @@
-"""HTTP plumbing: request bodies, errors in OpenAI's format, server-sent events."""
+"""HTTP plumbing: request bodies, errors in the formats of the APIs, server-sent events."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 import re
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable, Mapping
 from functools import partial
 from typing import Any, TypeVar
 
@@ -22,7 +22,19 @@ from graphdecode.errors import AnswerError, ArgumentError, GraphdecodeError, sho
 # error codes of requests, in addition to those of `Event`
 RESTARTING, REFUSED, SLEEPING, BUSY = "restarting", "refused", "sleeping", "busy"
 _STATUS = {RESTARTING: 503, SLEEPING: 503, BUSY: 409, REFUSED: 400, "form_too_complex": 400}
-_NAMED = re.compile(r"(([a-z_]+)(?:\[\d+\]|\.[a-z_]+)*)(?: (?:must|names|is|has|holds)\b|:)")
+_MESSAGES = "/v1/messages"  # paths of Anthropic's API, whose errors differ, begin with it
+_OPENAI_KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+_ANTHROPIC_KINDS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+_NAMED = re.compile(r"(([a-z_][a-z_0-9]*)(?:\[\d+\]|\.[a-z_]+)*)(?: (?:must|names|is|has|holds)\b|:)")
 LARGE_BYTES = 32 << 10  # larger bodies are parsed in a child process, so that other requests need not wait
 MAX_LARGE_BODIES = 8  # bodies of the largest size that may be in memory at a time
 T = TypeVar("T")
@@ -54,10 +66,14 @@ class HttpError(GraphdecodeError):
     @property
     def body(self) -> dict[str, Any]:
         """The body in OpenAI's format."""
-        kind = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}.get(
-            self.status, "invalid_request_error" if self.status < 500 else "server_error"
-        )
+        kind = _OPENAI_KINDS.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+
+    @property
+    def anthropic_body(self) -> dict[str, Any]:
+        """The body in Anthropic's format."""
+        kind = _ANTHROPIC_KINDS.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
+        return {"type": "error", "error": {"type": kind, "message": str(self)}}
 
 
 def as_http_error(error: GraphdecodeError, fields: frozenset[str]) -> HttpError:
@@ -82,9 +98,17 @@ def path_below_root(scope: Scope) -> str:
     return path.removeprefix(root) if path == root or path.startswith(f"{root}/") else path
 
 
-def error_response(error: HttpError) -> JSONResponse:
-    """Return the response of an error."""
-    return JSONResponse(error.body, error.status, error.headers)
+def error_response(error: HttpError, scope: Scope) -> JSONResponse:
+    """Return the response of an error, in the format of the API that a request is for."""
+    is_anthropic = path_below_root(scope).startswith(_MESSAGES)
+    return JSONResponse(error.anthropic_body if is_anthropic else error.body, error.status, error.headers)
+
+
+def error_events(error: HttpError, scope: Scope) -> bytes:
+    """Return the events with which a stream ends that fails."""
+    if path_below_root(scope).startswith(_MESSAGES):
+        return typed_events([error.anthropic_body])
+    return sse_event(error.body) + SSE_DONE
 
 
 async def _handle(request: Request, error: Exception) -> Response:
@@ -102,7 +126,8 @@ async def _handle(request: Request, error: Exception) -> Response:
         error = HttpError(error.status_code, message, headers=headers)
     elif not isinstance(error, GraphdecodeError):
         error = HttpError(500, "internal error; see the server's log")
-    return error_response(error if isinstance(error, HttpError) else as_http_error(error, frozenset()))
+    error = error if isinstance(error, HttpError) else as_http_error(error, frozenset())
+    return error_response(error, request.scope)
 
 
 # exception handlers of an application
@@ -175,3 +200,8 @@ def as_json(data: Any) -> bytes:
 def sse_event(data: Any) -> bytes:
     """Return one server-sent event."""
     return b"data: " + as_json(data) + b"\n\n"
+
+
+def typed_events(events: Iterable[Mapping[str, Any]]) -> bytes:
+    """Return server-sent events that are named by their `type`."""
+    return b"".join(b"event: %s\ndata: %s\n\n" % (event["type"].encode(), as_json(event)) for event in events)

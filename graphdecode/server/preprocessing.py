@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -13,11 +13,13 @@ from graphdecode.config.sampling_params import MAX_OUTPUTS
 from graphdecode.engine import SamplingParams
 from graphdecode.engine.request import ContextLengthError
 from graphdecode.errors import GraphdecodeError, shown
+from graphdecode.models.sentence_transformers import SentenceFiles
 from graphdecode.server.http import HttpError
 from graphdecode.server.messages import EngineReady
-from graphdecode.server.protocol import Generation, sampling_params
+from graphdecode.server.protocol import ChatCompletion, Generation, sampling_params
 from graphdecode.text.chat_formats import ChatFormat, format_of
 from graphdecode.text.input_processor import InputProcessor, TokenizedParams, TokenizedPrompt
+from graphdecode.text.pooling import Pooler
 
 
 @dataclass
@@ -30,6 +32,7 @@ class Preprocessor:
     sampling_defaults: SamplingParams  # from the checkpoint
     engine: EngineReady
     max_open: int  # outputs that run and wait at a time
+    pooler: Pooler = field(default_factory=lambda: Pooler(SentenceFiles()))
     adapters: Collection[str] = ()  # names that requests may give as their model; a child does not see later ones
 
     @cached_property
@@ -80,19 +83,23 @@ class Preprocessor:
             raise HttpError(400, f"n must be an integer in 1..{most}, got {body.n}", param="n")
         return sampling_params(body, self.sampling_defaults, **others)
 
+    def check_counts(self, prompts: int, outputs: int, name: str) -> None:
+        """Raise HttpError for a number of prompts, or of outputs of all together, that is not served."""
+        most = self.config.max_prompts
+        if not 1 <= prompts <= most:
+            raise HttpError(400, f"{name} must be 1..{most} prompts, got {prompts}", param=name)
+        if prompts * outputs > self.max_open:
+            message = (
+                f"n: {prompts} prompts with {outputs} outputs each are {prompts * outputs}, and {self.max_open} "
+                "outputs at most run and wait at a time (max_batch_size and max_waiting)"
+            )
+            raise HttpError(400, message, param="n" if outputs > 1 else name)
+
     def tokenized_params(
         self, params: SamplingParams, prompts: int, body: Generation, *, is_structured: bool
     ) -> TokenizedParams:
         """Check the parameters that all prompts of a request share; raises `HttpError` or `ArgumentError`."""
-        most = self.config.max_prompts
-        if not 1 <= prompts <= most:
-            raise HttpError(400, f"prompt must be 1..{most} prompts, got {prompts}", param="prompt")
-        if prompts * params.n > self.max_open:
-            message = (
-                f"n: {prompts} prompts with {params.n} outputs each are {prompts * params.n}, and {self.max_open} "
-                "outputs at most run and wait at a time (max_batch_size and max_waiting)"
-            )
-            raise HttpError(400, message, param="n" if params.n > 1 else "prompt")
+        self.check_counts(prompts, params.n, "prompt")
         if body.stream and body.prompt_logprobs is not None:
             raise HttpError(400, "prompt_logprobs must be null with stream", param="prompt_logprobs")
         shared = self.input_processor.tokenized_params(params, is_structured=is_structured)
@@ -110,9 +117,11 @@ class Preprocessor:
 
         The message of the latter is vLLM's.
         """
-        tokenized = self.input_processor.tokenized_prompt(prompt, token_ids, params)
+        begins_message = isinstance(body, ChatCompletion) and body.begins_message
+        process = self.input_processor.tokenized_prompt
+        tokenized = process(prompt, token_ids, params, begins_message=begins_message)
         length, limit = len(tokenized.token_ids), self.engine.rules.capacity.token_limit
-        if body.most_tokens is not None and length + body.most_tokens > limit:
+        if body.most_tokens is not None and not body.ends_at_context and length + body.most_tokens > limit:
             requested = shown(body.most_tokens)
             raise ContextLengthError(
                 f"{body.length_field} is too large: {requested}. This model's maximum context length is {limit} tokens "

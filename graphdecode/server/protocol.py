@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import fields, replace
 from itertools import islice
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
@@ -16,7 +16,7 @@ from graphdecode.engine import SamplingParams
 from graphdecode.errors import ArgumentError, shown
 from graphdecode.text.arguments import MAX_SALT_LENGTH
 
-_TEXTS = ("prompt", "messages", "tools", "bad_words", "stop", "documents", "guided_choice")
+_TEXTS = ("prompt", "messages", "tools", "bad_words", "stop", "documents", "guided_choice", "input", "text_1", "text_2")
 _NUMBERS = ("allowed_token_ids", "stop_token_ids", "logit_bias")
 
 T = TypeVar("T")
@@ -126,6 +126,8 @@ class Generation(SamplingFields):
         """The field that limits the output."""
         return "max_tokens"
 
+    ends_at_context: ClassVar[bool] = False  # a limit of the output beyond the context is no error
+
     @property
     def most_tokens(self) -> int | None:
         """The most tokens of an output that the body asks for; None: as many as fit."""
@@ -196,6 +198,12 @@ class ChatCompletion(ChatFields, Generation):
     def length_field(self) -> str:
         """The field that limits the output; `max_tokens` is its old name."""
         return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
+
+
+class TranslatedChat(ChatCompletion):
+    """A request of another API as a chat completion; an output that reaches the end of the context ends there."""
+
+    ends_at_context = True
 
 
 class Tokenize(ChatFields):

@@ -51,6 +51,7 @@ class Prepared(NamedTuple):
     echoed: str = ""  # the text before the answer in its message
     in_reasoning: bool = False  # the prompt ends within the thought
     is_constrained: bool = False  # a grammar makes the calls
+    about: Any = None  # what the reply of another API needs to know of its request
 
     def parser(self, parent: ParentRequest) -> ReplyParser | None:
         """Return a new parser of an output of a prompt; None: it is content as it is."""
@@ -133,6 +134,9 @@ class Reply(Response, ABC):
     async def whole_body(self) -> bytes:
         """Return the body of the whole response, once its outputs have ended."""
 
+    def update(self) -> None:
+        """Take in what the outputs have grown by, while the whole response is awaited."""
+
     async def first_events(self) -> bytes:
         """Return the events with which a stream begins, before its first token."""
         return b""
@@ -196,7 +200,7 @@ class Reply(Response, ABC):
         try:
             async with contextlib.aclosing(self._updates()) as updates:
                 async for _ in updates:
-                    pass
+                    self.update()
         except (GraphdecodeError, TimeoutError) as error:
             raise self._failure(error) from error
         return await self.whole_body()
@@ -205,10 +209,10 @@ class Reply(Response, ABC):
         try:
             response: Response = Response(await self.whole(), media_type="application/json")
         except HttpError as failed:
-            response = error_response(failed)
+            response = error_response(failed, scope)
         except asyncio.CancelledError:
             if self.service.draining:
-                await error_response(self._cut_off())(scope, receive, send)
+                await error_response(self._cut_off(), scope)(scope, receive, send)
             raise
         await response(scope, receive, send)
 

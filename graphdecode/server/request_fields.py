@@ -9,6 +9,7 @@ from typing import Any
 
 from graphdecode.config.vllm_names import Unsupported, each_of
 from graphdecode.errors import shown
+from graphdecode.server.anthropic.request import CountTokens, Messages
 from graphdecode.server.http import HttpError
 from graphdecode.server.protocol import (
     Body,
@@ -53,7 +54,6 @@ _GENERATION: dict[str, Unsupported | None] = {
     **each_of("kv_transfer_params ec_transfer_params vllm_xargs", _NO_COUNTERPART),
     **each_of("mm_processor_kwargs media_io_kwargs", _NO_MEDIA),
     "repetition_detection": Unsupported("frequency_penalty and repetition_penalty make loops unlikely"),
-    "thinking_token_budget": _NO_REASONING._replace(neutral=(None, -1)),
     "stream_interval": Unsupported("a chunk is sent for each step", (None, 1)),
     **each_of("return_weight_versions return_token_offsets return_prompt_text", _NOT_RETURNED),
     "routed_experts_prompt_start": _NOT_RETURNED._replace(neutral=(None, 0)),
@@ -84,11 +84,16 @@ _GENERATION: dict[str, Unsupported | None] = {
     "grammar_lazy": _INTERNAL._replace(neutral=_OFF),
     **each_of("grammar_triggers grammar_type chat_format chat_parser generation_prompt preserved_tokens", _INTERNAL),
     "reasoning_format": _NO_REASONING._replace(neutral=(None, "none")),
-    **each_of("reasoning_budget_tokens thinking_budget_tokens", _NO_REASONING._replace(neutral=(None, -1))),
+    **each_of("reasoning_budget_tokens thinking_budget_tokens", _use("thinking_token_budget", -1)),
     "reasoning_control": _NO_REASONING._replace(neutral=_OFF),
     **each_of("reasoning_budget_start_tag reasoning_budget_end_tags reasoning_budget_end_tag", None),
-    "reasoning_budget_message": None,  # as the tags, of a budget that is off
+    "reasoning_budget_message": None,  # as the tags, of a budget that is refused by this name
     **each_of("cache_prompt n_cache_reuse n_keep n_discard id_slot backend_sampling message_delimiters", None),
+}
+_OF_MESSAGES: dict[str, Unsupported | None] = {
+    **each_of("cache_control context_management diagnostics inference_geo metadata service_tier speed betas", None),
+    **each_of("user_profile_id workspace_id", None),
+    **each_of("container mcp_servers", Unsupported("the server runs no tools", _NOTHING)),
 }
 _OF_BODY: dict[type[Body], dict[str, Unsupported | None]] = {
     Completion: {
@@ -121,6 +126,8 @@ _OF_BODY: dict[type[Body], dict[str, Unsupported | None]] = {
         "with_pieces": _use("return_token_strs", False),
         "parse_special": Unsupported("special tokens in a text are tokens", (None, True)),
     },
+    CountTokens: _OF_MESSAGES,
+    Messages: _OF_MESSAGES,
     Detokenize: {},
     LoadAdapter: {
         "load_inplace": Unsupported("unload the adapter first", _OFF),

@@ -26,6 +26,7 @@ from graphdecode.server.telemetry import Metrics, Tracer, otlp_tracer
 from graphdecode.text.async_llm import AsyncFront
 from graphdecode.text.grammar import is_available
 from graphdecode.text.input_processor import ParentRequest, TokenizedPrompt
+from graphdecode.text.pooling import Pooler
 from graphdecode.text.router import Router
 
 _POOL_MODULES = ("graphdecode.server.endpoints",)
@@ -81,6 +82,7 @@ class Service:
             on_events=lambda events: self.router.deliver(events),
             on_status=lambda status: self.metrics.update(status),
         )
+        self._pooler = Pooler.of(path, settings.pooling)
         self.max_batch_size = settings.buckets.max_batch_size
         most = self.max_batch_size + config.max_waiting
         self.admissions = AdmissionControl(most, lambda: self.client.num_open)
@@ -104,7 +106,8 @@ class Service:
         assert self.client.ready is not None
         defaults, engine = self.sampling_defaults, self.client.ready
         most, adapters = self.admissions.max_outputs, self.client.adapters.keys()
-        return Preprocessor(self.model_name, self.tokenizer, self.config, defaults, engine, most, adapters)
+        names = (self.model_name, self.tokenizer, self.config, defaults, engine, most, self._pooler)
+        return Preprocessor(*names, adapters)
 
     async def load_adapter(self, name: str, folder: str) -> None:
         """Load an adapter from `lora_folder`; raises `HttpError`, or as `EngineClient.change_adapter`."""

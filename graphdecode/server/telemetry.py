@@ -252,8 +252,8 @@ class Tracer:
 
         output, metrics = parent.output, parent.output.metrics
         now, wall = time.perf_counter(), time.time()
-        requested = {name: getattr(body, name) for name in ("temperature", "top_p", "n")}
-        requested["max_tokens"] = body.most_tokens
+        requested = {name: getattr(body, name, None) for name in ("temperature", "top_p", "n")}  # none of a pooling
+        requested["max_tokens"] = getattr(body, "most_tokens", None)
         attributes: dict[str, Any] = {
             "gen_ai.response.model": self._model_name,
             "gen_ai.request.id": request_id,

@@ -18,6 +18,7 @@ from graphdecode.errors import ArgumentError, shown
 from graphdecode.text.grammar import Grammars
 from graphdecode.text.light_tokenizer import is_tokenizer_error
 from graphdecode.text.outputs import CompletionOutput, RequestOutput, RequestState
+from graphdecode.text.reasoning import PromptReasoning, reasoning_of
 from graphdecode.text.token_texts import TokenTexts
 
 
@@ -66,6 +67,7 @@ class TokenizedPrompt(NamedTuple):
     prompt: str | None  # the text; None if token ids were given
     token_ids: list[int]  # truncated to `truncate_prompt_tokens`
     params: TokenizedParams
+    begins_message: bool = False  # whether the output begins a chat's message
 
 
 class InputProcessor:
@@ -100,6 +102,7 @@ class InputProcessor:
         priority: int = 0,
         adapter: str | None = None,
         cache_salt: str | None = None,
+        begins_message: bool = False,
         pools: bool = False,
         scores: bool = False,
     ) -> ParentRequest:
@@ -113,6 +116,7 @@ class InputProcessor:
             priority: the lowest is served first.
             adapter: its name; None: the base model.
             cache_salt, pools, scores: see `Request`.
+            begins_message: whether the output begins a chat's message, which may begin with reasoning.
         """
         token_ids = self.encode(prompt) if token_ids is None else token_ids
         if self._tokenizer is None and (params.stop_strings or params.bad_words):
@@ -123,7 +127,7 @@ class InputProcessor:
             shared = shared._replace(priority=priority, adapter=adapter, cache_salt=cache_salt)
             if pools:
                 shared = shared._replace(pools=pools, scores=scores, truncation_side="right")
-            tokenized = self.tokenized_prompt(prompt, token_ids, shared)
+            tokenized = self.tokenized_prompt(prompt, token_ids, shared, begins_message=begins_message)
             if structured is not None:
                 if self._tokenizer is None:
                     raise ArgumentError("structured_outputs: there is no tokenizer (skip_tokenizer_init)")
@@ -153,18 +157,21 @@ class InputProcessor:
         }
         params = params.unchecked(bad_words=None, structured_outputs=None, **named)
         per_output = params.unchecked(n=1, stop=None, stop_strings=(), truncate_prompt_tokens=None)
-        rules.check_sampling(per_output, bad_words, is_structured=is_structured)
+        if params.thinking_token_budget is not None and self._reasoning is None:
+            per_output = per_output.unchecked(thinking_token_budget=None)
+        is_constrained = is_structured or per_output.thinking_token_budget is not None
+        rules.check_sampling(per_output, bad_words, is_structured=is_constrained)
         return TokenizedParams(params, per_output, bad_words)
 
     def tokenized_prompt(
-        self, prompt: str | list[int], token_ids: list[int], params: TokenizedParams
+        self, prompt: str | list[int], token_ids: list[int], params: TokenizedParams, *, begins_message: bool = False
     ) -> TokenizedPrompt:
         """Truncate a tokenized prompt by its parameters; raises `RequestError` if it can never be served."""
         if isinstance(prompt, str) and not token_ids:
             raise RequestError("the prompt is empty, and the model has no beginning-of-sequence token to start from")
         tokenized = self._truncated(prompt, token_ids, params)
         self._rules.check_prompt(tokenized.token_ids, params.most_generated)
-        return tokenized
+        return tokenized._replace(begins_message=begins_message)
 
     def parent_request(self, tokenized: TokenizedPrompt, grammar: str | None, start_tag: float = 0.0) -> ParentRequest:
         """Return the requests of a prompt, which may have been tokenized in another process.
@@ -172,6 +179,12 @@ class InputProcessor:
         `grammar`: None: unconstrained; `start_tag`: see `Request`.
         """
         params, per_output, bad_words, priority, adapter, salt, _, pools, scores = tokenized.params
+        reasoning = None
+        if self._reasoning is not None and (grammar is not None or per_output.thinking_token_budget is not None):
+            text = tokenized.prompt
+            if text is None:
+                text = self._tokenizer.backend_tokenizer.decode(tokenized.token_ids, skip_special_tokens=False)
+            reasoning = self._reasoning.markers(text, begins_message=tokenized.begins_message)
         outputs = [CompletionOutput(index) for index in range(params.n)]
         times = RequestMetrics(time.perf_counter())
         output = RequestOutput(next(self._numbers), tokenized.prompt, tokenized.token_ids, outputs, times)
@@ -193,9 +206,14 @@ class InputProcessor:
                 is_checked=True,
                 pools=pools,
                 scores=scores,
+                reasoning=reasoning,
             )
             children.append((request, RequestState(completion, output, params, self.texts)))
         return ParentRequest(output, children)
+
+    @cached_property
+    def _reasoning(self) -> PromptReasoning | None:
+        return reasoning_of(self._tokenizer)
 
     @cached_property
     def texts(self) -> TokenTexts | None:

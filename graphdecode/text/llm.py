@@ -269,7 +269,8 @@ class LLM:
             adapter = None if request is None else request.lora_name
             call = partial(self.input_processor.process, priority=rank, adapter=adapter)
             if isinstance(prompt, RenderedChat):
-                calls.append(partial(call, prompt.text, prompt.ending(request_params), token_ids=prompt.token_ids))
+                call = partial(call, token_ids=prompt.token_ids, begins_message=True)
+                calls.append(partial(call, prompt.text, prompt.ending(request_params)))
             else:
                 calls.append(partial(call, prompt.prompt, request_params, cache_salt=prompt.cache_salt))
         return calls
@@ -502,11 +503,17 @@ class LLM:
 
 
 def _effective(settings: EngineConfig, capacity: Capacity) -> EngineConfig:
-    """Return the settings with the effective `max_sequence_length`; warn if it is less than requested."""
+    """Return the settings with the effective `max_sequence_length`; warn of one that is reduced, or does not fit."""
     requested, length = settings.buckets.max_sequence_length, capacity.max_sequence_length
     if requested > length and requested != BucketConfig.max_sequence_length:
         warnings.warn(
             f"max_sequence_length is {length}, for which the model was trained, instead of the requested {requested}",
+            stacklevel=3,
+        )
+    if capacity.token_limit < length:
+        warnings.warn(
+            f"total_num_pages={capacity.total_num_pages} limits a sequence to {capacity.token_limit} tokens: "
+            f"max_sequence_length={length} needs {capacity.pages_per_row} pages",
             stacklevel=3,
         )
     return settings.with_settings(max_sequence_length=length)

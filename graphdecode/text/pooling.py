@@ -101,8 +101,9 @@ def as_pairs(data_1: Any, data_2: Any, names: tuple[str, str] = ("data_1", "data
         if not isinstance(texts, Sequence) or not texts or not all(isinstance(each, str) for each in texts):
             raise ArgumentError(f"{name} must be a text or a list of texts, got {shown(texts)}")
     if len(firsts) not in (1, len(seconds)):
-        counts = f"{len(firsts)} and {len(seconds)}"
-        raise ArgumentError(f"{names[0]} and {names[1]} must be 1 and 1, 1 and n, or n and n texts, got {counts}")
+        raise ArgumentError(
+            f"{names[0]} must be one text, or as many as {names[1]}, which are {len(seconds)}, got {len(firsts)}"
+        )
     return [Pair(*each) for each in zip(list(firsts) * (len(seconds) // len(firsts)), seconds, strict=True)]
 
 
@@ -136,7 +137,7 @@ class Pooler:
         prompts = self.files.prompts
         if name is not None and name not in prompts:
             known = ", ".join(map(repr, prompts)) or "none"
-            raise ArgumentError(f"prompt_name {shown(name)} is unknown; the checkpoint's prompts are {known}")
+            raise ArgumentError(f"prompt_name must be one of the checkpoint's prompts ({known}), got {shown(name)}")
         name = self.files.default_prompt if name is None else name
         return text if name is None or not isinstance(text, str) else prompts[name] + text
 

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from graphdecode.errors import GraphdecodeError, shown
+from graphdecode.hub.gguf_files import SUFFIX
+from graphdecode.hub.model_path import ModelSourceError, refuse_pointer
 from graphdecode.memory import collector_paused
-from graphdecode.models.gguf.files import SUFFIX
 from graphdecode.models.gguf.tokenizer import read_gguf_tokenizer
-from graphdecode.models.model_path import ModelSourceError, refuse_pointer
 from graphdecode.text.light_tokenizer import LightTokenizer, is_tokenizer_error, light_folder_tokenizer
 
 _READ_BY_TRANSFORMERS = (".json", ".jinja", ".model", ".txt", ".py")

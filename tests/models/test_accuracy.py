@@ -15,9 +15,9 @@ from torch import Tensor
 from benchmarks import accuracy
 from benchmarks.accuracy import SUBJECTS, Distance, Scored, distances, text_ids
 from float64_model import Float64Model
+from graphdecode.hub.model_path import installable
 from graphdecode.kernels.native import library as native
 from graphdecode.models import load_model, resolve_model_path
-from graphdecode.models.model_path import installable
 
 DEMO_TOKENS, DEMO_STEPS = 192, 16
 TOKENS, STEPS = 128, 64

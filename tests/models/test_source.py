@@ -15,9 +15,10 @@ from huggingface_hub.utils import filter_repo_objects
 
 from checks.gguf import compare_answers, compare_perplexity, reference_model
 from graphdecode import LLM, GraphdecodeError, SamplingParams
+from graphdecode.hub import model_path
+from graphdecode.hub.model_path import InstallableModel, ModelInstallError
 from graphdecode.kernels.native import library as native
-from graphdecode.models import ModelSourceError, generation_defaults, model_path, resolve_model_path
-from graphdecode.models.model_path import InstallableModel, ModelInstallError
+from graphdecode.models import ModelSourceError, generation_defaults, resolve_model_path
 
 REPOSITORY = [
     "config.json",

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from repeated import holds
 
 from benchmarks.servers import Setting, parse_servers
 from benchmarks.serving import (
@@ -56,15 +57,22 @@ def test_every_request_is_served_and_every_token_counted(llm: LLM) -> None:
 
 @pytest.mark.alone
 def test_queue_times_of_a_burst_and_of_one_request(llm: LLM) -> None:
-    crowd = serve(llm, [Arrival(0.0, 4, 30)] * 12, seed=1, progress=False)  # of which four have a row
+    burst = [Arrival(0.0, 4, 30)] * 12  # of which four have a row
+    crowd = serve(llm, burst, seed=1, progress=False)
     assert crowd["queue_depth"]["max"] == 8
     assert crowd["queue_depth"]["p50"] >= 4
-    assert crowd["queue_ms"]["p90"] > 0.3 * crowd["ttft_ms"]["p90"]
     assert crowd["queue_ms"]["max"] < 1000 * crowd["seconds"]
     assert crowd["offered_per_second"] is None
     lone = serve(llm, [Arrival(0.002, 4, 30)], seed=2, progress=False)
     assert lone["queue_depth"]["p50"] == 0
-    assert lone["queue_ms"]["max"] < crowd["queue_ms"]["p90"]
+
+    def waits(attempt: int) -> bool:
+        many = serve(llm, burst, seed=attempt, progress=False)
+        one = serve(llm, [Arrival(0.002, 4, 30)], seed=attempt, progress=False)
+        is_longer = one["queue_ms"]["max"] < many["queue_ms"]["p90"]
+        return is_longer and many["queue_ms"]["p90"] > 0.3 * many["ttft_ms"]["p90"]
+
+    assert holds(waits)
     assert (lone["requests"], lone["batch_sizes"]) == (1, {"1": 30})
 
 

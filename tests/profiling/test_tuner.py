@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from repeated import holds
 from typer.testing import CliRunner
 
 from graphdecode import LLM, BucketConfig, SamplingParams
@@ -197,8 +198,12 @@ def test_a_tuned_ladder_beats_todays_on_a_recorded_run_measured():
     today = BucketLadder.auto(64, 8)
     tuned = best_ladders(counts, StepCost.linear(64, base_ms=0.1, row_ms=0.05), 64, 8)[-1]
     assert padding_share(tuned, counts) < 0.01 < padding_share(today, counts)
-    found = try_ladders({"today": today, "tuned": tuned}, counts, steps=64, rounds=10, progress=False).ladders
-    assert found["tuned"].quiet_ms < found["today"].quiet_ms
+
+    def is_faster(_: int) -> bool:
+        found = try_ladders({"today": today, "tuned": tuned}, counts, steps=64, rounds=10, progress=False).ladders
+        return found["tuned"].quiet_ms < found["today"].quiet_ms
+
+    assert holds(is_faster)
 
 
 @pytest.mark.parametrize("options", [{"context": 0}, {"steps": 0}, {"rounds": 0}])

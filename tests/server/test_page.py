@@ -186,6 +186,34 @@ def test_an_answer_is_markdown_whose_tokens_show_their_probability(page: Any) ->
     assert page.complaints == []
 
 
+def test_reasoning_is_dimmed_before_the_answer_and_sent_back_with_it(page: Any) -> None:
+    deltas = [{"reasoning_content": "Let me "}, {"reasoning_content": "add."}, {"content": "It is "}, {"content": "2."}]
+    chunks = [{"choices": [{"index": 0, "delta": delta}]} for delta in deltas]
+    stream = "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks) + "data: [DONE]\n\n"
+    sent: list[dict[str, Any]] = []
+
+    def reply(route: Any) -> None:
+        sent.append(json.loads(route.request.post_data))
+        route.fulfill(content_type="text/event-stream", body=stream)
+
+    page.route("**/v1/chat/completions", reply)
+    page.evaluate("() => { state.hasTemplate = true; }")
+    ask(page, "1+1=")
+    page.wait_for_function("() => !document.getElementById('send').disabled")
+    thought = page.locator(".turn.assistant details.thought")
+    assert thought.get_attribute("open") is None  # closed by the answer
+    assert thought.locator("p").text_content() == "Let me add."
+    assert page.inner_text(".turn.assistant > div > p").strip() == "It is 2."
+    page.reload()
+    page.wait_for_selector("details.thought")
+    page.evaluate("() => { state.hasTemplate = true; }")
+    ask(page, "2+2=")
+    page.wait_for_function("() => !document.getElementById('send').disabled")
+    answer = {"role": "assistant", "content": "It is 2.", "reasoning_content": "Let me add."}
+    assert sent[1]["messages"] == [{"role": "user", "content": "1+1="}, answer, {"role": "user", "content": "2+2="}]
+    picture(page, "reasoning")
+
+
 def test_a_wrong_key_is_an_error_and_the_message_stays_in_the_input(page: Any) -> None:
     ask(page, "1+1=", key="wrong")
     page.wait_for_selector("#error:not([hidden])")

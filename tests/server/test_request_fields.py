@@ -68,6 +68,7 @@ GENERATION: dict[str, Any] = {
     "stop_token_ids": [50],
     "ignore_eos": True,
     "min_tokens": 2,
+    "thinking_token_budget": 5,
     "prompt_logprobs": 2,
     "truncate_prompt_tokens": 2,
     "skip_special_tokens": False,
@@ -274,7 +275,7 @@ def test_documents_and_an_effort_reach_the_template(preprocessor: Preprocessor) 
 )
 def test_the_last_message_is_echoed_where_the_answer_goes_on_with_its_role(preprocessor, fields, echoed):
     asked = CHAT | {"messages": [{"role": "assistant", "content": "2"}], "echo": True} | fields
-    assert prepared(preprocessor, "/v1/chat/completions", asked)[-1] == echoed
+    assert prepared(preprocessor, "/v1/chat/completions", asked)[4] == echoed
 
 
 CHATTED = {"role": "user", "content": "a"}

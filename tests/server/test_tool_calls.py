@@ -14,7 +14,7 @@ from preprocessors import demo_preprocessor, demo_tokenizer
 from served import Served, serving
 
 from graphdecode.errors import ArgumentError
-from graphdecode.models.model_path import installable
+from graphdecode.hub.model_path import installable
 from graphdecode.server.chat_completions import prepared_chat
 from graphdecode.server.protocol import ChatCompletion
 from graphdecode.server.reply import Prepared

@@ -14,6 +14,7 @@ from unittest import mock
 import httpx2 as httpx
 
 from graphdecode import LLM, SamplingParams
+from graphdecode.cli.checkpoint import find_model
 from graphdecode.cli.serve import service_maker
 from graphdecode.config import EngineConfig, ServerConfig
 from graphdecode.distributed import collectives
@@ -84,7 +85,7 @@ def to_clients(model: str) -> dict[str, Any]:
         return message
 
     config = EngineConfig.of(None, device="cpu")
-    service = service_maker(model, None, config, ServerConfig())()
+    service = service_maker(model, find_model(model, None), config, ServerConfig())()
     body = {"model": model, "prompt": PROMPT * 4, "max_tokens": TOKENS, "ignore_eos": True, "stream": True}
 
     async def ask() -> list[bytes]:

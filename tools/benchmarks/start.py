@@ -19,8 +19,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from graphdecode.hub.model_path import installable
 from graphdecode.kernels.native.private_folder import FOLDER_VARIABLE
-from graphdecode.models.model_path import installable
 from harness import Out, Rounds, alternated, record, show, warn_if_slower, write
 
 QUESTION = "What is the capital of France?"

@@ -33,6 +33,7 @@ from graphdecode.engine.assembly import make_runner
 from graphdecode.engine.runner import LaunchPlan, Runner
 from graphdecode.engine.steps import RowInputs
 from graphdecode.errors import ArgumentError
+from graphdecode.hub.model_path import SHAPE_PREFIX
 from graphdecode.kernels.model.act_mul import gated
 from graphdecode.kernels.model.embedding import embedding
 from graphdecode.kernels.native import library as native
@@ -43,7 +44,6 @@ from graphdecode.linear.weight_form import WeightForm
 from graphdecode.memory import free_bytes
 from graphdecode.models import Decoder, blocks, decoder, forward_context, load_model, resolve_device
 from graphdecode.models.forward_context import AppendAndAttend, Attend, ForwardContext, Tokens
-from graphdecode.models.model_path import SHAPE_PREFIX
 from graphdecode.models.shapes import shape_config
 from graphdecode.profiling.environment import read_bandwidth
 from graphdecode.profiling.latency import STEPS_PER_STAGING, LatencyProfiler, rows_at, step_bytes

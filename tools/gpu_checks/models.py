@@ -9,13 +9,13 @@ from typing import Any, cast
 from graphdecode.config import BucketConfig
 from graphdecode.engine.loading import load_runner
 from graphdecode.engine.runner import Runner
+from graphdecode.hub.model_path import SHAPE_PREFIX
 from graphdecode.linear.composite import LinearWrapper, MergedLinear
 from graphdecode.linear.linear_choice import LinearChoice
 from graphdecode.linear.unquantized import UnquantizedLinear
 from graphdecode.linear.weight_form import WeightForm
 from graphdecode.models import Decoder
 from graphdecode.models.blocks import Block
-from graphdecode.models.model_path import SHAPE_PREFIX
 from graphdecode.models.shapes import SHAPES
 from graphdecode.profiling.latency import STEPS_PER_STAGING
 

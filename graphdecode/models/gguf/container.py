@@ -19,10 +19,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from graphdecode.hub.model_path import refuse_pointer
 from graphdecode.linear.quantization.gguf import BLOCK_TYPES, BlockType, dequantize
 from graphdecode.linear.weight_form import Shard
 from graphdecode.models.config import UnsupportedModelError
-from graphdecode.models.model_path import refuse_pointer
 from graphdecode.models.weight_map import CheckpointError
 
 MAGIC = b"GGUF"

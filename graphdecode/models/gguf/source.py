@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
+from graphdecode.hub.gguf_files import SUFFIX, shards_of
+from graphdecode.hub.model_path import resolve_model_path
 from graphdecode.linear.quantization.gguf import BLOCKS_ON_CPU, GgufBlocks, GgufFormat
 from graphdecode.linear.quantization.quantized_weight import QuantizedWeight
 from graphdecode.linear.weight_form import Shard, Stored
@@ -16,8 +18,6 @@ from graphdecode.models.family import config_of
 from graphdecode.models.fields import errors_name
 from graphdecode.models.gguf.architectures import Architecture, architecture_of
 from graphdecode.models.gguf.container import GgufTensor, JoinedView, Metadata, TensorView, read_header
-from graphdecode.models.gguf.files import SUFFIX, shards_of
-from graphdecode.models.model_path import resolve_model_path
 from graphdecode.models.weight_map import CheckpointError
 
 

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from graphdecode.hub.model_path import ModelSourceError
 from graphdecode.models.gguf.container import read_header
-from graphdecode.models.model_path import ModelSourceError
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _SPACES = r"|\s*[\r\n]+|\s+(?!\S)|\s+"

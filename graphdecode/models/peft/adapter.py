@@ -15,8 +15,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from graphdecode.errors import shown
+from graphdecode.hub.model_path import refuse_link_outside
 from graphdecode.models.low_rank import AdapterError, LowRank, Stack
-from graphdecode.models.model_path import refuse_link_outside
 from graphdecode.models.peft.fields import ADAPTER_FILE, read_settings
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"

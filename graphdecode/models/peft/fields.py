@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from graphdecode.errors import shown
+from graphdecode.hub.model_path import refuse_link_outside
 from graphdecode.models.fields import UnsupportedModelError, read_json
 from graphdecode.models.low_rank import AdapterError
-from graphdecode.models.model_path import refuse_link_outside
 
 ADAPTER_FILE = "adapter_config.json"
 HONOURED: Final = "honoured"

@@ -30,7 +30,7 @@ function load() {
 }
 
 function save() {
-  const plain = state.conversations.map((c) => ({ title: c.title, turns: c.turns.map(({ role, content }) => ({ role, content })) }));
+  const plain = state.conversations.map((c) => ({ title: c.title, turns: c.turns.map(said) }));
   try {
     localStorage.setItem(STORE, JSON.stringify(plain));
   } catch {
@@ -38,6 +38,7 @@ function save() {
   }
 }
 
+const said = ({ role, content, reasoning_content }) => ({ role, content, ...(reasoning_content ? { reasoning_content } : {}) });
 const blank = () => ({ title: "", turns: [] });
 const conversation = () => state.conversations[state.current];
 
@@ -85,9 +86,17 @@ function show() {
 
 function shownTurn(turn) {
   const isUser = turn.role === "user";
-  const text = isUser ? make("p", {}, turn.content) : make("div", {}, ...answered(turn));
+  const text = isUser ? make("p", {}, turn.content) : make("div", {}, ...thought(turn), ...answered(turn));
   const who = make("h4", {}, isUser ? "You" : state.model || "Model");
   return { section: make("section", { class: `turn ${turn.role}` }, who, text), text };
+}
+
+// The reasoning before an answer, which is open until the answer begins.
+function thought({ reasoning_content: text, content }) {
+  if (!text) return [];
+  const details = make("details", { class: "thought", ...(content ? {} : { open: "" }) });
+  details.append(make("summary", {}, "Thinking"), make("p", {}, text.trim()));
+  return [details];
 }
 
 // An answer as elements. Texts in it are of its tokens, so that each of these can tell its odds.
@@ -134,7 +143,7 @@ function settings() {
 }
 
 function request() {
-  const turns = conversation().turns.map(({ role, content }) => ({ role, content }));
+  const turns = conversation().turns.map(said);
   if (!state.hasTemplate) {
     return ["v1/completions", { ...settings(), prompt: turns[turns.length - 1].content, logprobs: 5 }];
   }
@@ -185,7 +194,7 @@ async function ask(text) {
   let frame = 0;
   const draw = () => {
     frame = 0;
-    shown.text.replaceChildren(...answered(turn));
+    shown.text.replaceChildren(...thought(turn), ...answered(turn));
     scrollDown(false);
   };
   state.running = new AbortController();
@@ -208,6 +217,11 @@ async function ask(text) {
     if (!response.ok) throw new Error(await reason(response));
     for await (const event of events(response)) {
       if (event.error) throw new Error(event.error.message);
+      for (const { delta } of event.choices) {
+        if (!delta?.reasoning_content) continue;
+        first = first || performance.now();
+        turn.reasoning_content = (turn.reasoning_content || "") + delta.reasoning_content;
+      }
       for (const token of event.choices.flatMap(tokensOf)) {
         first = first || performance.now();
         turn.tokens.push(token);
@@ -217,7 +231,7 @@ async function ask(text) {
       if (event.usage) tellSpeed(event.usage.completion_tokens, first - began, performance.now() - first);
     }
   } catch (error) {
-    refused = error.name !== "AbortError" && !turn.content;
+    refused = error.name !== "AbortError" && !turn.content && !turn.reasoning_content;
     if (error.name !== "AbortError") complain(error.message);
   } finally {
     state.running = null;
@@ -226,7 +240,7 @@ async function ask(text) {
     shown.section.removeAttribute("aria-busy");
     byId("send").disabled = false;
     byId("stop").disabled = true;
-    if (turn.content) current.turns.push(turn);
+    if (turn.content || turn.reasoning_content) current.turns.push(turn);
     else shown.section.remove();
     if (refused) takeBack(current, text);
     save();

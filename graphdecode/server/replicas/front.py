@@ -20,11 +20,10 @@ from graphdecode.config import ServerConfig
 from graphdecode.errors import GraphdecodeError
 from graphdecode.server.http import (
     HANDLERS,
-    SSE_DONE,
     Bodies,
     HttpError,
+    error_events,
     error_response,
-    sse_event,
     unless_disconnected,
 )
 from graphdecode.server.replicas.routing import prompt_blocks
@@ -119,13 +118,13 @@ class Front:
                             avoid.append(Headers(raw=begin["headers"]).get(REPLICA_HEADER, ""))
                             continue
                         timeout.reschedule(None)  # from here on the replica's own timeout applies
-                        await self._forward(begin, first, messages, send)
+                        await self._forward(begin, first, messages, scope, send)
                         return
         except TimeoutError:
             error = HttpError(504, f"no replica responded in {self._config.request_timeout_s:g} s", code="timeout")
-        await error_response(error)(scope, receive, send)
+        await error_response(error, scope)(scope, receive, send)
 
-    async def _forward(self, begin: Message, first: Message, messages: Any, send: Send) -> None:
+    async def _forward(self, begin: Message, first: Message, messages: Any, scope: Scope, send: Send) -> None:
         await send(begin)
         await send(first)
         try:
@@ -136,7 +135,7 @@ class Front:
                 raise ConnectionAbortedError(str(lost)) from lost  # closes the connection
             log.warning("a response in progress: %s", lost)
             failed = HttpError(503, _LOST, code="replica_lost")
-            await send({"type": "http.response.body", "body": sse_event(failed.body) + SSE_DONE})
+            await send({"type": "http.response.body", "body": error_events(failed, scope)})
 
 
 def _is_unavailable(begin: Message, first: Message) -> bool:

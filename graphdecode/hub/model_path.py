@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from graphdecode.errors import GraphdecodeError, resembling, shown
-from graphdecode.models.gguf.files import SUFFIX, models_among, models_in, of_quantization, shards_of
+from graphdecode.hub.gguf_files import SUFFIX, models_among, models_in, of_quantization, shards_of
 
 VARIABLE = "GRAPHDECODE_MODELS"
 SHAPE_PREFIX = "shape:"  # of models with random weights; see `shapes.py`
-DEMO = Path(__file__).parent / "demo"
+DEMO = Path(__file__).parents[1] / "models" / "demo"
 _EXPECTED = "a checkpoint folder, a .gguf file, a repository id, or what `graphdecode models` lists"
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"  # prefix of a pointer file
 _HUB_FILES = ["*.json", "*.safetensors", "tokenizer.model", "*.jinja"]

@@ -1,0 +1,130 @@
+"""Responses made of blocks: thoughts, texts and calls, in the order in which the model writes them."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from graphdecode.server.admission import Admission
+from graphdecode.server.http import typed_events
+from graphdecode.server.reply import Delta, Prepared, Reply
+from graphdecode.server.service import Service
+from graphdecode.text.chat_formats import CallArguments, CallEnd, CallStart, Content, Reasoning, ReplyEvent
+from graphdecode.text.input_processor import ParentRequest
+
+BlockKind = Literal["reasoning", "text", "call"]
+
+
+@dataclass
+class ReplyBlock:
+    """A part of an output that is of one kind."""
+
+    index: int  # in the output
+    kind: BlockKind
+    call_id: str = ""
+    name: str = ""  # of the function that is called
+    pieces: list[str] = field(default_factory=list)
+    logprobs: list[dict[str, Any]] = field(default_factory=list)  # of a text's tokens, if requested
+
+    @property
+    def text(self) -> str:
+        """The text, or the arguments of a call in JSON."""
+        return "".join(self.pieces)
+
+
+class BlocksReply(Reply):
+    """The response to a request for one output, in blocks.
+
+    Both forms of it are made of the same parts: each update of the output extends `blocks`, and a stream tells how.
+    """
+
+    def __init__(
+        self, service: Service, prepared: Prepared, parents: list[ParentRequest], admission: Admission
+    ) -> None:
+        super().__init__(service, prepared, parents, admission)
+        (self.cursor,) = self.cursors
+        self.blocks: list[ReplyBlock] = []
+        self._parser = prepared.parser(parents[0])
+        self._open: ReplyBlock | None = None  # the last block, while it goes on
+        self._scores: list[dict[str, Any]] = []  # log-probabilities of tokens whose text has not come yet
+        self.num_reasoning_tokens = 0
+
+    @abstractmethod
+    def begun(self, block: ReplyBlock) -> list[dict[str, Any]]:
+        """Return the events of a block that begins."""
+
+    @abstractmethod
+    def grown(self, block: ReplyBlock, text: str, logprobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return the events of a piece that a block has grown by."""
+
+    @abstractmethod
+    def ended(self, block: ReplyBlock) -> list[dict[str, Any]]:
+        """Return the events of a block that ends."""
+
+    def scored(self, delta: Delta) -> list[dict[str, Any]]:
+        """Return the log-probabilities of the tokens of a text."""
+        return []
+
+    async def new_events(self) -> bytes:
+        """See `Reply.new_events`."""
+        delta = self.cursor.take()
+        return b"" if delta is None else typed_events(self._changes(delta))
+
+    def update(self) -> None:
+        """See `Reply.update`."""
+        if (delta := self.cursor.take()) is not None:
+            self._changes(delta)
+
+    def _changes(self, delta: Delta) -> list[dict[str, Any]]:
+        """Extend the blocks by what is new, and return its events."""
+        final, text = delta.finish_reason is not None, delta.text
+        parsed: Sequence[ReplyEvent] = [Content(text)] if text else []
+        if self._parser is not None:
+            parsed = self._parser.feed(text, final=final)
+        events, self._scores = list[dict[str, Any]](), self._scores + self.scored(delta)
+        for event in parsed:
+            match event:
+                case Reasoning(piece):
+                    events += self._extend("reasoning", piece)
+                case Content(piece):
+                    events += self._extend("text", piece)
+                case CallStart(_, call_id, name):
+                    events += self._close()
+                    events += self._begin(ReplyBlock(len(self.blocks), "call", call_id, name))
+                case CallArguments(_, piece):
+                    events += self._grow(piece)
+                case CallEnd():
+                    events += self._close()
+        kind = None if self._open is None else self._open.kind
+        if kind == "reasoning":
+            self.num_reasoning_tokens += len(delta.token_ids)
+        if kind != "text":
+            self._scores = []  # of thoughts and calls
+        return events + (self._close() if final else [])
+
+    def _extend(self, kind: BlockKind, piece: str) -> list[dict[str, Any]]:
+        events = []
+        if self._open is None or self._open.kind != kind:
+            events += self._close()
+            events += self._begin(ReplyBlock(len(self.blocks), kind))
+        return events + self._grow(piece)
+
+    def _begin(self, block: ReplyBlock) -> list[dict[str, Any]]:
+        self.blocks.append(block)
+        self._open = block
+        return self.begun(block)
+
+    def _grow(self, piece: str) -> list[dict[str, Any]]:
+        assert self._open is not None
+        self._open.pieces.append(piece)
+        scores = list[dict[str, Any]]()
+        if self._open.kind == "text":
+            scores, self._scores = self._scores, scores
+            self._open.logprobs += scores
+        return self.grown(self._open, piece, scores)
+
+    def _close(self) -> list[dict[str, Any]]:
+        block, self._open = self._open, None
+        return [] if block is None else self.ended(block)
