@@ -10,6 +10,8 @@ from graphdecode.config import EngineConfig
 from graphdecode.errors import ArgumentError
 from graphdecode.hub.model_path import resolve_model_path
 
+_CONFIG_FILE = "config.json"
+
 
 class ModelPaths(NamedTuple):
     """Where a model and its tokenizer are."""
@@ -30,6 +32,37 @@ def find_model(model: str, tokenizer: str | None) -> ModelPaths:
     """Find a model, and its tokenizer or another one, before anything slow is imported; raises `ArgumentError`."""
     path = resolve_model_path(model)
     return ModelPaths(path, path if tokenizer is None else resolve_model_path(tokenizer))
+
+
+def models_named(models: Sequence[str]) -> dict[str, ModelPaths] | None:
+    """Return several models by their names, those of a folder of models too; None: there is one, no folder of them.
+
+    Raises `ArgumentError` if a model is not found, or two have one name.
+    """
+    found: dict[str, ModelPaths] = {}
+    folders = [Path(model) for model in models if _is_folder_of_models(Path(model))]
+    if len(models) == 1 and not folders:
+        return None
+    for model in models:
+        children = _models_in(Path(model)) if Path(model) in folders else [model]
+        for child in children:
+            name = Path(child).name.removesuffix(".gguf") if Path(child).exists() else child
+            if name in found:
+                raise ArgumentError(f"--model names two models {name!r}: clients could not tell them apart")
+            found[name] = find_model(child, None)
+    return found
+
+
+def _is_folder_of_models(folder: Path) -> bool:
+    return folder.is_dir() and not (folder / _CONFIG_FILE).exists() and bool(_models_in(folder))
+
+
+def _models_in(folder: Path) -> list[str]:
+    """Return the models in a folder: folders with a config.json, and GGUF files."""
+    children = sorted(folder.iterdir())
+    return [
+        str(each) for each in children if (each / _CONFIG_FILE).is_file() or (each.suffix == ".gguf" and each.is_file())
+    ]
 
 
 def load_checkpoint(paths: ModelPaths, settings: EngineConfig, max_sequence_length: int | None = None) -> ResolvedModel:

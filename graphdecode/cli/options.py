@@ -30,6 +30,13 @@ _Decorator = Callable[[Callable[..., None]], Callable[..., None]]
 ModelOption = Annotated[
     str, typer.Option(help="What `graphdecode models` lists, a checkpoint folder, or a repository id.")
 ]
+ModelsOption = Annotated[
+    list[str],
+    typer.Option(
+        help="What `graphdecode models` lists, a checkpoint folder, a folder of such, or a repository id. Several are "
+        "loaded when requests name them."
+    ),
+]
 ConfigOption = Annotated[Path | None, typer.Option(help="A configuration file (TOML); options override it.")]
 TokenizerOption = Annotated[
     str | None, typer.Option(help="A folder, file or repository to take the tokenizer from; left out: the model's.")

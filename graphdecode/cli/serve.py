@@ -7,7 +7,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Collection, Coroutine
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from graphdecode.cli.checkpoint import ModelPaths, check_pages, find_model, load_checkpoint
+from graphdecode.cli.checkpoint import ModelPaths, check_pages, find_model, load_checkpoint, models_named
 from graphdecode.cli.options import (
     MODEL_OPTIONS,
     ConfigOption,
     ModelOption,
+    ModelsOption,
     TokenizerOption,
     ctrl_c_blocked,
     print_error,
@@ -53,7 +54,10 @@ _SERVER_OPTIONS = (
     "lora_modules",
     "lora_folder",
     "root_path",
+    "max_models",
+    "keep_alive",
 )
+_OF_ONE_MODEL = ("served_model_name", "chat_template", "lora_modules", "lora_folder", "dev_endpoints")
 _IN_FLIGHT_PER_ROW = 2  # requests in flight for each row
 _UNBOUNDED = 2**31 - 1
 
@@ -93,6 +97,21 @@ def service_maker(
     )
 
 
+def _made_service(name: str, paths: ModelPaths, settings: EngineConfig, server_config: ServerConfig) -> Service:
+    return service_maker(name, paths, settings, replace(server_config, served_model_name=name))()
+
+
+def check_settings_of_several(
+    several: Collection[str], tokenizer: str | None, server_config: ServerConfig, replicas: ReplicaConfig
+) -> None:
+    """Raise ArgumentError for a setting that only one model can have."""
+    given = {"tokenizer": tokenizer, "replicas": replicas.enabled or None}
+    given |= {name: getattr(server_config, name) or None for name in _OF_ONE_MODEL}
+    for name, value in given.items():
+        if value is not None:
+            raise ArgumentError(f"{name} is for one model, and --model gives {len(several)}")
+
+
 def prepare_ray(doing: str, replicas: ReplicaConfig) -> None:
     """Set the environment that Ray reads at import; raise ArgumentError if it is not installed."""
     check_extra(doing, "ray")
@@ -119,16 +138,24 @@ def serve(
     overrides: dict[str, Any],
     serving: dict[str, Any],
     scale: dict[str, Any],
-    model: ModelOption = "smollm2",
+    model: ModelsOption = ["smollm2"],  # noqa: B006
     config: ConfigOption = None,
     tokenizer: TokenizerOption = None,
 ) -> None:
-    """Serve a model to OpenAI's clients until SIGTERM or Ctrl-C; requests in flight are finished first."""
+    """Serve models to OpenAI's clients until SIGTERM or Ctrl-C; requests in flight are finished first."""
     check_extra("serving")
 
     settings = settings_of(config, **overrides)
     server_config, replicas = load_server_config(config, **serving), load_replica_config(config, **scale)
-    paths = find_model(model, tokenizer)
+    if (several := models_named(model)) is not None:
+        from graphdecode.cli.serve_models import serve_models
+
+        check_settings_of_several(several, tokenizer, server_config, replicas)
+        makers = {name: partial(_made_service, name, paths) for name, paths in several.items()}
+        _run_loop(serve_models(several, makers, settings, server_config))
+        return
+    (model_name,) = model
+    paths = find_model(model_name, tokenizer)
     if replicas.enabled:
         prepare_ray("replicas", replicas)
         if server_config.lora_folder is not None:
@@ -141,7 +168,7 @@ def serve(
     # its process imports torch while this one does
     engine = None if replicas.enabled else start_engine_process()
     try:
-        _run(service_maker(model, paths, settings, server_config), settings, server_config, replicas, engine)
+        _run(service_maker(model_name, paths, settings, server_config), settings, server_config, replicas, engine)
     except BaseException:
         if engine is not None:
             engine.process.kill()

@@ -425,6 +425,18 @@ class ServerConfig:
         "the server listens on this machine only, else all.",
         flag="--allowed-host",
     )
+    max_models: int = _server(
+        3, integer(1), "Models of several that are loaded at the same time; each may take an equal part of the memory."
+    )
+    keep_alive: float = _server(
+        300.0,
+        number(-1),
+        "Seconds after its last request until one of several models is unloaded; 0: at once, -1: only when another one "
+        "needs its place.",
+    )
+    load_timeout_s: float = _server(
+        300.0, number(0), "Seconds that a request waits at most until its model is loaded, then 503; 0: no limit."
+    )
     max_connections: int = _server(1000, integer(1), "Open connections at most; further ones get 503.")
     max_waiting: int = _server(256, integer(0), "Waiting requests at most; further ones get 429.")
     max_body_bytes: int = _server(

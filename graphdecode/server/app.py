@@ -265,8 +265,31 @@ def _dev_routes(service: Service) -> list[Route]:
     return [*routes, Route("/is_sleeping", is_sleeping)]
 
 
-def make_app(service: Service, *, is_alone: bool = True) -> Starlette:
-    """Return the application over a service that was started; only one that `is_alone` has `dev_endpoints`."""
+def middleware_of(config: ServerConfig, api_keys: Sequence[str]) -> list[Middleware]:
+    """Return what checks each request before it is routed."""
+    middleware = [Middleware(Addressed, root_path=config.root_path)]
+    if (names := allowed_host_names(config)) is not None:
+        middleware.append(Middleware(Guard, check=partial(check_host, names)))
+    if origins := config.cors_origins:
+        middleware.append(Middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"]))
+    if api_keys:
+        middleware.append(Middleware(Guard, check=partial(check_key, api_keys)))
+    return middleware
+
+
+def page_routes() -> list[Route | Mount]:
+    """Return the page and its files."""
+    return [
+        Route("/", _get(lambda _: FileResponse(_PAGE / "index.html", headers=_PAGE_HEADERS))),
+        Mount("/page", StaticFiles(directory=_PAGE)),
+    ]
+
+
+def make_app(service: Service, *, is_alone: bool = True, is_guarded: bool = True) -> Starlette:
+    """Return the application over a service that was started; only one that `is_alone` has `dev_endpoints`.
+
+    `is_guarded`: it checks hosts and keys; else an application in front of it does.
+    """
     card = {
         "id": service.model_name,
         "object": "model",
@@ -313,19 +336,12 @@ def make_app(service: Service, *, is_alone: bool = True) -> Starlette:
         Route("/metrics", _get(lambda _: Response(service.metrics.text(), media_type=metrics_type))),
         Route("/load", _get(lambda _: {"server_load": service.num_open})),
         Route("/live", _get(lambda _: live(service))),
-        Route("/", _get(lambda _: FileResponse(_PAGE / "index.html", headers=_PAGE_HEADERS))),
-        Mount("/page", StaticFiles(directory=_PAGE)),
+        *page_routes(),
     ]
     config = service.config
     if config.dev_endpoints and is_alone:
         routes += _dev_routes(service)
-    middleware = [Middleware(Addressed, root_path=config.root_path)]
-    if (names := allowed_host_names(config)) is not None:
-        middleware.append(Middleware(Guard, check=partial(check_host, names)))
-    if origins := config.cors_origins:
-        middleware.append(Middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"]))
-    if service.api_keys:
-        middleware.append(Middleware(Guard, check=partial(check_key, service.api_keys)))
+    middleware = middleware_of(config, service.api_keys) if is_guarded else []
     app = Starlette(routes=routes, middleware=middleware, exception_handlers=HANDLERS)
     app.state.disabled = _disabled(config, is_alone=is_alone)
     return app

@@ -286,6 +286,13 @@ class EngineClient:
         if self._metrics.pop(request_id, None) is not None:
             self._write(messages.Finish(request_id, num_tokens))
 
+    async def end(self) -> None:
+        """End the process, and wait for that without blocking other tasks."""
+        self.serves = False
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.to_thread(messages.end_process, self._process, self._socket, _END_SECONDS)
+
     def close(self, *, force: bool = False) -> None:
         """End the process; requests in flight fail."""
         for task in self._tasks:

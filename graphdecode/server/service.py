@@ -46,6 +46,11 @@ def lora_modules(config: ServerConfig) -> dict[str, str]:
     return folders
 
 
+def api_keys_of(config: ServerConfig) -> list[str]:
+    """Return the API keys of /v1, of the settings and the environment; empty: no key is needed."""
+    return [*config.api_keys, *filter(None, [os.environ.get(_KEY_VARIABLE)])]
+
+
 class Service:
     """One model, served."""
 
@@ -139,7 +144,7 @@ class Service:
     @property
     def api_keys(self) -> list[str]:
         """API keys of /v1; empty: no key is needed."""
-        return [*self.config.api_keys, *filter(None, [os.environ.get(_KEY_VARIABLE)])]
+        return api_keys_of(self.config)
 
     @property
     def is_healthy(self) -> bool:
@@ -187,6 +192,13 @@ class Service:
         if new and len(self._unknown_fields) < 100:
             self._unknown_fields |= new
             log.warning("ignored fields: %s", ", ".join(sorted(new)))
+
+    async def end(self) -> None:
+        """End the engine without blocking other tasks; no request is in flight."""
+        self.thread.close()
+        await asyncio.to_thread(self.work.close)
+        await self.client.end()
+        self.close()
 
     def close(self, *, force: bool = False) -> None:
         """End the engine; requests in flight fail."""

@@ -50,17 +50,17 @@ class _Channel(Protocol):
     async def metrics(self) -> dict[str, str]: ...
 
 
-def merged(texts: Mapping[str, str]) -> str:
-    """Merge the metrics of replicas, in Prometheus' text format; each sample gets the label `replica`."""
-    families: dict[str, list[str]] = {}  # the HELP line of a family -> its TYPE, and the samples of all replicas
-    for replica, text in texts.items():
+def merged(texts: Mapping[str, str], label: str | None = "replica") -> str:
+    """Merge metrics of several engines by their names, in Prometheus' text format; each sample gets a label, if any."""
+    families: dict[str, list[str]] = {}  # the HELP line of a family -> its TYPE, and the samples of all engines
+    for engine, text in texts.items():
         family: list[str] = []
         for line in filter(None, text.splitlines()):
             if line.startswith("# HELP"):
                 family = families.setdefault(line, [])
             elif not line.startswith("#"):
                 name, _, rest = line.partition("{")  # all have a label
-                family.append(f'{name}{{replica="{replica}",{rest}')
+                family.append(line if label is None else f'{name}{{{label}="{engine}",{rest}')
             elif line not in family:
                 family.append(line)
     return "".join(f"{line}\n" for introduced, lines in families.items() for line in (introduced, *lines))
