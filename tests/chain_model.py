@@ -1,5 +1,6 @@
 """A checkpoint whose every token has one successor: what it answers is known, and may be a call of a tool."""
 
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 
@@ -21,8 +22,9 @@ TEMPLATE = """\
 {%- elif tools %}<|tools|>{% else %}<|chat|>{% endif %}{% endif %}"""
 
 
-def save_chain_model(folder: Path) -> Path:
-    words = ["<unk>", EOS, *ANSWERS, *(word for words in ANSWERS.values() for word in words)]
+def save_chain_model(folder: Path, answers: Mapping[str, Sequence[str]] = ANSWERS, template: str = TEMPLATE) -> Path:
+    """Save a model that plays the answer whose first token the chat template writes at the end of a prompt."""
+    words = ["<unk>", EOS, *answers, *(word for words in answers.values() for word in words)]
     ids = {word: place for place, word in enumerate(words)}
     assert len(ids) == len(words)
     width = 64
@@ -36,14 +38,14 @@ def save_chain_model(folder: Path) -> Path:
             parameter.zero_()
         model.model.norm.weight.fill_(1.0)
         model.model.embed_tokens.weight.copy_(torch.eye(len(ids), width))
-        for first, answer in ANSWERS.items():
+        for first, answer in answers.items():
             for word, successor in pairwise([first, *answer, EOS]):
                 model.lm_head.weight[ids[successor], ids[word]] = 4.0
     model.save_pretrained(folder)
     backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(ids, unk_token="<unk>"))
     backend.decoder = tokenizers.decoders.Fuse()
-    backend.add_special_tokens(["<unk>", EOS, *ANSWERS])
+    backend.add_special_tokens(["<unk>", EOS, *answers])
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=EOS, unk_token="<unk>")
-    tokenizer.chat_template = TEMPLATE
+    tokenizer.chat_template = template
     tokenizer.save_pretrained(folder)
     return folder

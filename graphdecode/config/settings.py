@@ -442,6 +442,10 @@ class ServerConfig:
     max_body_bytes: int = _server(
         16 << 20, integer(1), "Bytes of a request body at most; all bodies in memory may take eight times as much."
     )
+    max_stored_responses: int = _server(
+        1000, integer(0), "Responses of /v1/responses at most that are kept for requests that go on from them."
+    )
+    max_stored_bytes: int = _server(64 << 20, integer(0), "Bytes of these responses at most.")
     max_prompts: int = _server(1024, integer(1), "Prompts of one request at most.")
     max_answers: int = _server(128, integer(1), "Outputs of one prompt at most: the largest n.")
     request_timeout_s: float = _server(600.0, number(0), "Seconds after which a request fails with 504; 0: never.")

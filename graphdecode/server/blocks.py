@@ -27,6 +27,7 @@ class ReplyBlock:
     name: str = ""  # of the function that is called
     pieces: list[str] = field(default_factory=list)
     logprobs: list[dict[str, Any]] = field(default_factory=list)  # of a text's tokens, if requested
+    is_cut: bool = False  # the output was not allowed to go on
 
     @property
     def text(self) -> str:
@@ -84,7 +85,8 @@ class BlocksReply(Reply):
         if self._parser is not None:
             parsed = self._parser.feed(text, final=final)
         events, self._scores = list[dict[str, Any]](), self._scores + self.scored(delta)
-        for event in parsed:
+        is_cut = delta.finish_reason == "length"
+        for number, event in enumerate(parsed, 1):
             match event:
                 case Reasoning(piece):
                     events += self._extend("reasoning", piece)
@@ -96,13 +98,13 @@ class BlocksReply(Reply):
                 case CallArguments(_, piece):
                     events += self._grow(piece)
                 case CallEnd():
-                    events += self._close()
+                    events += self._close(is_cut=is_cut and number == len(parsed))
         kind = None if self._open is None else self._open.kind
         if kind == "reasoning":
             self.num_reasoning_tokens += len(delta.token_ids)
         if kind != "text":
             self._scores = []  # of thoughts and calls
-        return events + (self._close() if final else [])
+        return events + (self._close(is_cut=is_cut) if final else [])
 
     def _extend(self, kind: BlockKind, piece: str) -> list[dict[str, Any]]:
         events = []
@@ -125,6 +127,9 @@ class BlocksReply(Reply):
             self._open.logprobs += scores
         return self.grown(self._open, piece, scores)
 
-    def _close(self) -> list[dict[str, Any]]:
+    def _close(self, *, is_cut: bool = False) -> list[dict[str, Any]]:
         block, self._open = self._open, None
-        return [] if block is None else self.ended(block)
+        if block is None:
+            return []
+        block.is_cut = is_cut
+        return self.ended(block)

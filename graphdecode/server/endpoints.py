@@ -23,6 +23,8 @@ from graphdecode.server.preprocessing import Preprocessor
 from graphdecode.server.protocol import ChatCompletion, Completion, GeneratingPath
 from graphdecode.server.reply import Prepared, Reply
 from graphdecode.server.request_fields import check_fields
+from graphdecode.server.responses.reply import KnownItems, NeededItems, ResponseReply, prepared_response
+from graphdecode.server.responses.request import Responses
 from graphdecode.server.service import Service
 
 _MAX_INLINE_PARTS = 64  # bodies with more are prepared in a child process; these take some milliseconds
@@ -36,16 +38,16 @@ class BodyReader:
     body_type: type[protocol.Body]
     prepare: Callable[[Preprocessor, Any], Any]  # raises HttpError or ArgumentError
 
-    async def read(self, service: Service, data: bytes, caller: str) -> Any:
-        """Return a prepared body, or raise `HttpError`."""
-        prepared = None
-        if len(data) <= LARGE_BYTES:
+    async def read(self, service: Service, data: bytes, caller: str, *, known_bytes: int = 0) -> Any:
+        """Return a prepared body, or raise `HttpError`; `known_bytes`: what is read beside it."""
+        prepared, size = None, len(data) + known_bytes
+        if size <= LARGE_BYTES:
             prepare = partial(self.prepared, service.preprocessor, data, in_child=False)
-            prepared = await service.thread.run(prepare, caller=caller, size=len(data))
+            prepared = await service.thread.run(prepare, caller=caller, size=size)
         if prepared is None:
             try:
                 prepare = partial(self.prepared, in_child=True)
-                prepared = await service.work.run(prepare, data, limits=_LIMITS, caller=caller, size=len(data))
+                prepared = await service.work.run(prepare, data, limits=_LIMITS, caller=caller, size=size)
             except JobError as error:
                 raise HttpError(400, f"reading the body {error}") from error
         result, unknown, model = prepared
@@ -116,6 +118,23 @@ class GeneratingEndpoint(BodyReader):
             raise
 
 
+@dataclass(frozen=True)
+class ResponsesEndpoint(GeneratingEndpoint):
+    """The endpoint of responses, which may go on from stored ones."""
+
+    async def read(self, service: Service, data: bytes, caller: str, *, known_bytes: int = 0) -> Prepared:
+        """See `BodyReader.read`."""
+        prepared: Prepared | NeededItems = await super().read(service, data, caller)
+        if isinstance(prepared, NeededItems):
+            previous_id, store = prepared.previous_id, service.responses
+            history = [] if previous_id is None else store.history(caller, previous_id)
+            known = KnownItems(history, {each: store.item(caller, each) for each in prepared.item_ids})
+            reader = BodyReader(self.body_type, partial(prepared_response, known=known))
+            prepared = await reader.read(service, data, caller, known_bytes=known.nbytes)
+        assert isinstance(prepared, Prepared)
+        return prepared._replace(about=prepared.about._replace(caller=caller))
+
+
 async def as_prepared(service: Service, prepared: bytes) -> Response:
     """Answer with JSON that the preparation made."""
     return Response(prepared, media_type="application/json")
@@ -124,6 +143,7 @@ async def as_prepared(service: Service, prepared: bytes) -> Response:
 # whose requests are translated to chat completions
 TRANSLATED: dict[str, Endpoint | GeneratingEndpoint] = {
     "/v1/messages": GeneratingEndpoint(Messages, prepared_message, MessageReply),
+    "/v1/responses": ResponsesEndpoint(Responses, prepared_response, ResponseReply),
     "/v1/messages/count_tokens": Endpoint(CountTokens, prepared_count, as_prepared),
 }
 GENERATING: dict[GeneratingPath, GeneratingEndpoint] = {

@@ -134,6 +134,10 @@ class Reply(Response, ABC):
     async def whole_body(self) -> bytes:
         """Return the body of the whole response, once its outputs have ended."""
 
+    def name_as(self, request_id: str) -> None:
+        """Name the response by its request's `X-Request-Id`."""
+        self.response_id = self.prefix + request_id
+
     def update(self) -> None:
         """Take in what the outputs have grown by, while the whole response is awaited."""
 
@@ -156,7 +160,7 @@ class Reply(Response, ABC):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Generate and send, until the client disconnects."""
         if request_id := Headers(scope=scope).get("x-request-id"):  # takes precedence, as in vLLM
-            self.response_id = self.prefix + request_id[: protocol.MAX_ID_LENGTH]
+            self.name_as(request_id[: protocol.MAX_ID_LENGTH])
         failed: Exception | None = None
         sending = self._stream(send) if self.body_fields.stream else self._whole(scope, receive, send)
         try:

@@ -21,6 +21,7 @@ from graphdecode.server.protocol import (
     Tokenize,
     UnloadAdapter,
 )
+from graphdecode.server.responses.request import Responses
 
 _OFF: tuple[Any, ...] = (None, False)
 _NOTHING: tuple[Any, ...] = (None, "", [], {})
@@ -95,6 +96,14 @@ _OF_MESSAGES: dict[str, Unsupported | None] = {
     **each_of("user_profile_id workspace_id", None),
     **each_of("container mcp_servers", Unsupported("the server runs no tools", _NOTHING)),
 }
+_OF_RESPONSES: dict[str, Unsupported | None] = {
+    **each_of("service_tier stream_options client_metadata max_tool_calls access_programs context_management", None),
+    **each_of("prompt_cache_options prompt_cache_retention image background_options", None),
+    "background": Unsupported("stream the response, or wait for it", _OFF),
+    "conversation": Unsupported("previous_response_id goes on from a response", _NOTHING),
+    "prompt": Unsupported("there are no stored prompts; give instructions and input", _NOTHING),
+    "moderation": Unsupported("nothing is moderated", _NOTHING),
+}
 _OF_BODY: dict[type[Body], dict[str, Unsupported | None]] = {
     Completion: {
         **_GENERATION,
@@ -128,6 +137,7 @@ _OF_BODY: dict[type[Body], dict[str, Unsupported | None]] = {
     },
     CountTokens: _OF_MESSAGES,
     Messages: _OF_MESSAGES,
+    Responses: _OF_RESPONSES,
     Detokenize: {},
     LoadAdapter: {
         "load_inplace": Unsupported("unload the adapter first", _OFF),

@@ -21,10 +21,10 @@ from graphdecode.server.fork_pool import ForkPool
 from graphdecode.server.http import RESTARTING, Bodies, HttpError
 from graphdecode.server.messages import EngineSetup
 from graphdecode.server.preprocessing import Preprocessor
-from graphdecode.server.structured_outputs import GrammarCompiler, StructuredOutput
+from graphdecode.server.responses.store import ResponseStore
+from graphdecode.server.structured_outputs import GrammarCompiler, StructuredOutput, serialized_tokenizer
 from graphdecode.server.telemetry import Metrics, Tracer, otlp_tracer
 from graphdecode.text.async_llm import AsyncFront
-from graphdecode.text.grammar import is_available
 from graphdecode.text.input_processor import ParentRequest, TokenizedPrompt
 from graphdecode.text.pooling import Pooler
 from graphdecode.text.router import Router
@@ -77,7 +77,7 @@ class Service:
         adapters = lora_modules(config)
         if adapters and not settings.max_adapters:
             settings = settings.with_settings(max_adapters=len(adapters))
-        serialized = tokenizer.backend_tokenizer.to_str() if is_available() else None
+        serialized = serialized_tokenizer(tokenizer)
         eos_token_id = getattr(tokenizer, "eos_token_id", None)
         setup = EngineSetup(path, settings, progress, serialized, tuple(adapters.items()), eos_token_id)
         self.work = ForkPool(lambda: partial(Preprocessor.warm, self.preprocessor), _POOL_MODULES)
@@ -99,6 +99,7 @@ class Service:
         self.tracer: Tracer | None = None if endpoint is None else otlp_tracer(name, endpoint, version)
         self.queue = FairQueue()
         self.bodies = Bodies(config)
+        self.responses = ResponseStore(config.max_stored_responses, config.max_stored_bytes)
         self._unknown_fields: set[str] = set()
 
     async def start(self) -> None:

@@ -25,7 +25,7 @@ from graphdecode.server.protocol import ChatCompletion, Generation
 from graphdecode.server.tool_prompts import function_name
 from graphdecode.text.chat_formats import ChatFormat
 from graphdecode.text.chat_formats.constraint import Calling, grammar_of_calls
-from graphdecode.text.grammar import MAX_GRAMMAR_LENGTH
+from graphdecode.text.grammar import MAX_GRAMMAR_LENGTH, is_available
 
 _PARAM_NAMES = frozenset(field.name for field in fields(StructuredOutputsParams))
 # field of a request -> field of `structured_outputs`
@@ -38,6 +38,11 @@ _FIELDS = {
 _COMPILING_LIMITS = JobLimits(cpu_seconds=4, wall_seconds=60.0, memory_bytes=512 << 20)
 _MAX_RESULTS, _MAX_RESULT_CHARACTERS = 256, 8 << 20
 _LEAST_SIZE = 1 << 14  # size of a job, for fairness: small grammars may take long, too
+
+
+def serialized_tokenizer(tokenizer: Any) -> str | None:
+    """Return a tokenizer as the engine's process takes it for structured outputs; None: there are none."""
+    return tokenizer.backend_tokenizer.to_str() if is_available() else None
 
 
 class StructuredOutput(NamedTuple):

@@ -20,7 +20,7 @@ from starlette.types import Receive, Scope, Send
 
 from graphdecode import LLM, SamplingParams, StructuredOutputsParams
 from graphdecode.errors import ArgumentError
-from graphdecode.server.app import Guard, caller_of, check_key
+from graphdecode.server.access import Guard, caller_of, check_key
 from graphdecode.server.engine_client import GrammarCache
 from graphdecode.server.fair_queue import MAX_CALLERS, FairQueue
 from graphdecode.server.http import HttpError

@@ -1,0 +1,1 @@
+"""OpenAI's Responses API: its requests as chat completions, their outputs as items and events, and the stored ones."""
