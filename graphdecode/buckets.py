@@ -148,9 +148,13 @@ class StepShape(NamedTuple):
 
 
 class ShapeLadder:
-    """The shapes that have a graph, sorted by tokens; an ArgumentError if `max_batch_size` rows lack one."""
+    """The shapes that have a graph, sorted by tokens; an ArgumentError if `max_batch_size` rows lack one.
 
-    def __init__(self, shapes: Iterable[StepShape], max_batch_size: int) -> None:
+    `startup_tokens`: shapes with more prompt tokens are captured at their first use; None: there are none.
+    """
+
+    def __init__(self, shapes: Iterable[StepShape], max_batch_size: int, *, startup_tokens: int | None = None) -> None:
+        self._startup_tokens = startup_tokens
         self.shapes: tuple[StepShape, ...] = tuple(sorted(set(shapes), key=lambda shape: (shape.tokens, shape)))
         self.max_batch_size = max_batch_size
         self.queries = tuple(sorted({shape.queries for shape in self.of("steps")}))
@@ -166,7 +170,8 @@ class ShapeLadder:
     @property
     def at_startup(self) -> list[StepShape]:
         """The shapes captured at startup: whole steps, and mixed ones or else passes with only prompts."""
-        return self.of("steps", "mixed" if self.of("mixed") else "prompts")
+        shapes, most = self.of("steps", "mixed" if self.of("mixed") else "prompts"), self._startup_tokens
+        return [shape for shape in shapes if most is None or shape.prompt_tokens <= most]
 
     def fit(self, requested: StepShape) -> StepShape | None:
         """Return the smallest shape for a step; None if it has too many prompt tokens.
@@ -193,4 +198,5 @@ class ShapeLadder:
 
     def without(self, kind: str) -> ShapeLadder:
         """Return the ladder without one kind."""
-        return ShapeLadder((shape for shape in self.shapes if shape.kind != kind), self.max_batch_size)
+        shapes = (shape for shape in self.shapes if shape.kind != kind)
+        return ShapeLadder(shapes, self.max_batch_size, startup_tokens=self._startup_tokens)

@@ -107,7 +107,7 @@ def plan_capacity(
     if isinstance(total, str):
         free = free_bytes(device) if available_bytes is None else available_bytes
         if device.type == "cuda" and config.backend != "eager":
-            free = max(free - graph_bytes(config, model, widths), 0)
+            free = max(free - graph_bytes(config, model, widths, settings.prefill_tokens(device.type)), 0)
         beside = rounding_bytes_of(settings, device) + paired_adapter_bytes_of(settings, model, dtype, device)
         free = max(free - states_bytes - beside, 0)
         budget = int(free * config.memory_fraction)
@@ -207,14 +207,22 @@ def _state_bytes(model: ModelShape) -> int:
     return sum(state.nbytes for state in model.recurrent if state is not None)
 
 
-def graph_bytes(config: BucketConfig, model: ModelShape, widths: Collection[int] = (1,)) -> int:
-    """Return an estimate of the memory of a GPU's graphs, which are captured after the cache is allocated."""
+def graph_bytes(
+    config: BucketConfig, model: ModelShape, widths: Collection[int] = (1,), prefill_tokens: int = 1
+) -> int:
+    """Return an estimate of the memory of a GPU's graphs, which are captured after the cache is allocated.
+
+    Also of those that are captured later: graphs share the memory of their intermediates, which the largest bounds.
+    """
     queries = config.max_batch_size * max(widths)
-    most = max(*MIXED_TOKENS["cuda"], queries)
-    with_prompts = [*prompt_shapes("cuda", most), *mixed_shapes("cuda", most, config.ladder)]
+    most = max(*MIXED_TOKENS["cuda"], queries, prefill_tokens)
+    with_prompts = [
+        *prompt_shapes("cuda", most, model.width),
+        *mixed_shapes("cuda", most, config.ladder, model.width),
+    ]
+    most = max(queries, *(shape.tokens for shape in with_prompts))
     nodes = (len(with_prompts) + len(config.ladder.sizes) * len(widths)) * _LAYER_NODES * model.num_hidden_layers
-    width = model.num_attention_heads * model.head_dim
-    pool = 4 * (most * width * _TOKEN_WIDTHS + queries * model.vocab_size)
+    pool = 4 * (most * model.width * _TOKEN_WIDTHS + queries * model.vocab_size)
     return nodes * _NODE_BYTES + pool
 
 

@@ -94,7 +94,7 @@ class Prompts:
         else:
             adopt_model(self.buffers, self._model, self._caches)
             if setting.config.backend != "eager":
-                self.shapes = prompt_shapes(device.type, max_tokens)
+                self.shapes = prompt_shapes(device.type, max_tokens, self._model.config.width)
                 if self._model.hidden_size is not None:
                     self.shapes += [shape._replace(pools=True) for shape in self.shapes]
 

@@ -26,6 +26,7 @@ from graphdecode.engine.steps import (
     StepSetting,
     StepTokens,
 )
+from graphdecode.engine.steps.step import STARTUP_TOKENS
 from graphdecode.errors import NotSupportedError
 from graphdecode.graphs import BucketReport, GraphReport, GraphTable
 from graphdecode.kernels.linear.add_adapters import NO_ADAPTER
@@ -148,7 +149,11 @@ class Runner:
         self.graphs = GraphTable(
             self._run,
             self.buffers,
-            ShapeLadder(with_adapters([*self.step.shapes(), *self.prompts.shapes], model), config.max_batch_size),
+            ShapeLadder(
+                with_adapters([*self.step.shapes(), *self.prompts.shapes], model),
+                config.max_batch_size,
+                startup_tokens=STARTUP_TOKENS,
+            ),
             constants=[*model.constants, *self.step.constants],
             backend=config.backend,
             warmup_steps=config.warmup_steps,

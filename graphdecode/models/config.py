@@ -52,6 +52,11 @@ class ModelShape:
     integer_quantized: bool = False  # weights are quantized integers
 
     @property
+    def width(self) -> int:
+        """Channels of all query heads together."""
+        return self.num_attention_heads * self.head_dim
+
+    @property
     def cached_keys(self) -> list[Keys | None]:
         """The keys and values that each layer keeps, if any."""
         layers = self.num_hidden_layers

@@ -14,6 +14,7 @@ from lazy_device import installed, lazy_runner
 from graphdecode import LLM, BucketConfig, Engine, EngineConfig, Request, SamplingParams, Slot, StepBuffers
 from graphdecode.buckets import BucketLadder, ShapeLadder, StepShape
 from graphdecode.buffers import Batch
+from graphdecode.engine import runner as runner_module
 from graphdecode.engine.assembly import make_runner
 from graphdecode.engine.prompts import PromptChunk
 from graphdecode.engine.runner import Launch, LaunchPlan
@@ -112,6 +113,19 @@ def test_mixed_steps_change_no_output(model: Model, keywords: dict[str, object])
     told = served(engine, arrivals)
     assert told == expected
     assert engine.stats.mixed_steps > 10
+
+
+def test_large_mixed_steps_are_captured_at_first_use_and_change_no_output(model: Model, monkeypatch) -> None:
+    arrivals = arriving(20, seed=3, most=90)
+    expected = served(engine_of(model, mixes=False), arrivals)
+    monkeypatch.setitem(step_module._LARGE_PASSES, "cpu", (96,))
+    monkeypatch.setattr(runner_module, "STARTUP_TOKENS", 64)
+    engine = engine_of(model)
+    states = {bucket.name: bucket.state for bucket in engine.runner.reports()["mixed"].buckets}
+    assert {name for name, state in states.items() if state == "waiting"} == {"1+96", "12+96"}
+    assert served(engine, arrivals) == expected
+    states = {bucket.name: bucket.state for bucket in engine.runner.reports()["mixed"].buckets}
+    assert states["12+96"] == "captured"
 
 
 @pytest.mark.parametrize(("steps", "pages"), [(1, 33), (4, 25)])
@@ -382,7 +396,7 @@ def test_recorded_graphs_of_all_shapes_share_one_pool(model: Model) -> None:
 def ladder_of(rows: int, max_tokens: int, widths: tuple[int, ...], device_type: str) -> ShapeLadder:
     buckets = BucketLadder.auto(rows, 5)
     steps = [StepShape(bucket, width) for bucket in buckets for width in (1, *widths)]
-    beside = [*prompt_shapes(device_type, max_tokens), *mixed_shapes(device_type, max_tokens, buckets)]
+    beside = [*prompt_shapes(device_type, max_tokens, 1024), *mixed_shapes(device_type, max_tokens, buckets, 1024)]
     return ShapeLadder([*steps, *beside], rows)
 
 

@@ -12,10 +12,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphdecode import LLM, BucketConfig, Engine, Request, SamplingParams
+from graphdecode.buckets import BucketLadder, ShapeLadder, StepShape
+from graphdecode.engine import runner as runner_module
 from graphdecode.engine.assembly import make_runner
+from graphdecode.engine.capacity import graph_bytes
 from graphdecode.engine.prompts import PromptChunk
 from graphdecode.engine.runner import LaunchPlan, Runner
 from graphdecode.engine.steps import SequenceMemory
+from graphdecode.engine.steps import step as steps
 from graphdecode.graphs import CaptureError
 from graphdecode.graphs.backend import Backend
 from graphdecode.kernels.native.registration import versions
@@ -62,6 +66,59 @@ def test_outputs_are_the_same_with_and_without_graphs(budget: int) -> None:
     assert captured_for_prompts(runner)[-1] == min(budget, 64)
     runner.close()
     assert captured_for_prompts(runner) == []
+
+
+def test_large_passes_are_captured_when_they_are_first_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They cost no time at startup, and later the host one launch."""
+    expected = answers_of(runner_with(max_prefill_tokens=128))
+    monkeypatch.setitem(steps._LARGE_PASSES, "cpu", (96, 128))
+    monkeypatch.setattr(runner_module, "STARTUP_TOKENS", 64)
+    runner = runner_with(max_prefill_tokens=128)
+    runner.graphs.capture(progress=False, kinds=["prompts"])
+    assert captured_for_prompts(runner)[-1] == 64
+    assert answers_of(runner) == expected
+    assert captured_for_prompts(runner)[-1] == 128
+    eager = [bucket.eager_runs for bucket in runner.graphs.report("prompts").buckets]
+    before = replays_of(runner)
+    assert answers_of(runner) == expected
+    assert replays_of(runner) > before
+    assert [bucket.eager_runs for bucket in runner.graphs.report("prompts").buckets] == eager
+    runner.close()
+
+
+@pytest.mark.parametrize(
+    ("width", "max_tokens", "sizes"),
+    [
+        (1024, 2048, [768, 1024, 1536, 2048]),
+        (2048, 2048, [768, 1024, 1536, 2048]),
+        (4096, 2048, [768, 1024]),  # 8B: larger ones take the device longer than their launches the host
+        (8192, 2048, []),
+        (2048, 700, [700]),
+        (2048, 512, []),
+    ],
+)
+def test_large_passes_have_graphs_where_launches_would_take_longer(
+    width: int, max_tokens: int, sizes: list[int]
+) -> None:
+    assert steps.large_passes("cuda", max_tokens, width) == sizes
+    assert steps.large_passes("cpu", max_tokens, width) == []
+    ladder = BucketLadder([1, 8, 64], 64)
+    mixed = steps.mixed_shapes("cuda", max_tokens, ladder, width)
+    alone = steps.prompt_shapes("cuda", max_tokens, width)
+    assert [shape.prompt_tokens for shape in alone if shape.prompt_tokens > 512] == sizes
+    assert {shape for shape in mixed if shape.prompt_tokens > 512} == {
+        StepShape(rows, 1, size) for rows in (8, 64) for size in sizes
+    }
+    shapes = ShapeLadder([*map(StepShape, ladder), *mixed, *alone], 64, startup_tokens=steps.STARTUP_TOKENS)
+    assert max(shape.prompt_tokens for shape in shapes.at_startup) <= 512
+    assert max(shape.prompt_tokens for shape in shapes.without("mixed").at_startup) <= 512
+
+
+def test_the_memory_of_graphs_counts_those_that_are_captured_later() -> None:
+    config, model = BucketConfig(max_batch_size=8), load_model("demo", device="cpu").config
+    small, large = (graph_bytes(config, model, prefill_tokens=tokens) for tokens in (512, 2048))
+    tokens = max(shape.tokens for shape in steps.mixed_shapes("cuda", 2048, config.ladder, model.width))
+    assert small < large < small * tokens / 512
 
 
 def test_a_scored_prompt_is_computed_without_a_graph() -> None:

@@ -45,6 +45,11 @@ _PROMPT_TOKENS = {"cuda": (16, 32, 64, 128, 256, 512), "cpu": (8, 16, 32, 64)}  
 # few hundred rows, a GPU waits for weights
 MIXED_TOKENS = {"cuda": (64, 128, 256, 512), "cpu": (16, 32, 64)}
 _MIXED_ROWS = {"cuda": (8, 64), "cpu": (1, 8, 32)}
+STARTUP_TOKENS = 512  # larger passes are captured after the first that needs them
+# larger passes: prompt tokens. They have graphs where the host takes longer to launch an eager pass than the device to
+# compute it: nine launches a layer of 0.13 ms, against 24 width^2 operations a token and layer at 500 TFLOP/s
+_LARGE_PASSES: dict[str, tuple[int, ...]] = {"cuda": (768, 1024, 1536, 2048), "cpu": ()}
+_TOKENS_TIMES_SQUARED_WIDTH = 9 * 0.13e-3 * 500e12 / 24
 CACHED_BYTES = 8 * 2**20  # weights of this size stay in a CPU's caches
 
 
@@ -53,22 +58,34 @@ def should_mix(model: Model) -> bool:
     return model.device.type != "cpu" or model.weight_bytes > CACHED_BYTES
 
 
-def prompt_shapes(device_type: str, max_tokens: int) -> list[StepShape]:
+def large_passes(device_type: str, max_tokens: int, width: int) -> list[int]:
+    """Return the prompt tokens of passes beyond STARTUP_TOKENS with graphs.
+
+    `width`: of the model's layers, all query heads together.
+    """
+    sizes = _LARGE_PASSES[device_type] if max_tokens > max(_PROMPT_TOKENS[device_type]) else ()
+    return sorted({min(size, max_tokens) for size in sizes if size * width**2 <= _TOKENS_TIMES_SQUARED_WIDTH})
+
+
+def prompt_shapes(device_type: str, max_tokens: int, width: int) -> list[StepShape]:
     """Return the shapes of prefill passes with graphs; larger ones take longer to run than to launch."""
     sizes = {min(tokens, max_tokens) for tokens in _PROMPT_TOKENS[device_type]}
-    return [StepShape(0, 1, tokens) for tokens in sorted(sizes)]
+    return [StepShape(0, 1, tokens) for tokens in sorted(sizes.union(large_passes(device_type, max_tokens, width)))]
 
 
-def mixed_shapes(device_type: str, max_tokens: int, ladder: BucketLadder) -> list[StepShape]:
+def mixed_shapes(device_type: str, max_tokens: int, ladder: BucketLadder, width: int) -> list[StepShape]:
     """Return the shapes of mixed steps, for some buckets of a ladder."""
     most = ladder.max_batch_size
     buckets = {ladder.bucket_for(min(rows, most)) for rows in (*_MIXED_ROWS[device_type], most)}
-    return [
+    shapes = [
         StepShape(bucket, 1, min(tokens - bucket, max_tokens))
         for tokens in MIXED_TOKENS[device_type]
         for bucket in buckets
         if 2 * bucket <= tokens
     ]
+    sizes = large_passes(device_type, max_tokens, width)
+    ends = {min(buckets), most}
+    return shapes + [StepShape(bucket, 1, tokens) for tokens in sizes for bucket in ends if 2 * bucket <= tokens]
 
 
 _LEAST_TEMPERATURE = 1e-5
@@ -254,7 +271,8 @@ class StepSetting:
             return []
         if self.config.max_batch_size == 1 or not self.model.supports_mix:
             return []
-        return mixed_shapes(self.model.device.type, self.prefill_tokens, self.config.ladder)
+        sizes = (self.model.device.type, self.prefill_tokens, self.config.ladder)
+        return mixed_shapes(*sizes, self.model.config.width)
 
     @property
     def sampling_capacity(self) -> SamplingCapacity:
