@@ -496,7 +496,9 @@ def expert_cases() -> dict[str, Callable[[], None]]:
             ),
             f"combine-{name}": partial(moe_route.moe_combine_triton, out, parts, ids, weights, logits[:, :1]),
         }
-        tiles = {ROWS * SLOTS: "", EXPERTS * 32: "-many"} if dtype.itemsize == 2 else {ROWS * SLOTS: ""}
+        tiles = {ROWS * SLOTS: ""}
+        if dtype.itemsize == 2:
+            tiles |= {EXPERTS * 32: "-many", EXPERTS * 128: "-most"}
         for pairs, many in tiles.items():
             for gate in ("silu", "swiglu_clamped"):
                 cases[f"experts-{gate}-{name}{many}"] = product(pairs, HIDDEN, EXPERT_WIDTH, dtype, gate)

@@ -193,14 +193,16 @@ def test_a_row_is_the_weighted_sum_of_its_parts(version, dtype, with_gate):
     torch.testing.assert_close(out.double(), expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
 
 
-def test_many_pairs_take_the_larger_tile_and_agree_with_the_smaller(device):
+@pytest.mark.parametrize("gate", ["silu", "none"])
+@pytest.mark.parametrize("rows", [33, 130])
+def test_many_pairs_take_larger_tiles_and_agree_with_the_smallest(device, rows, gate):
     """Triton's tiles; in the interpreter both run."""
-    experts, slots, rows = 2, 2, 33
+    experts, slots, width = 2, 2, 16 if gate == "silu" else 32
     weight = random(experts, 32, 16, dtype=torch.float16).to(device)
     x = random(rows, 16, dtype=torch.float16).to(device)
     _, _, order, offsets = (t.to(device) for t in routed("torch", random(rows, experts, seed=5), slots, rows))
-    given = (x, weight, None, order, offsets, slots, "silu", 1.0, 0.0, None)
-    outs = [torch.full((rows * slots, 16), torch.nan, dtype=torch.float16, device=device) for _ in range(2)]
+    given = (x, weight, None, order, offsets, slots, gate, 1.0, 0.0, None)
+    outs = [torch.full((rows * slots, width), torch.nan, dtype=torch.float16, device=device) for _ in range(2)]
     for out, is_invariant in zip(outs, (False, True), strict=True):
         versions("expert_linear").triton(out, *given, is_invariant)
     torch.testing.assert_close(*outs, rtol=2e-3, atol=2e-3)
