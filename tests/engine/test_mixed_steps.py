@@ -118,7 +118,7 @@ def test_mixed_steps_change_no_output(model: Model, keywords: dict[str, object])
 def test_large_mixed_steps_are_captured_at_first_use_and_change_no_output(model: Model, monkeypatch) -> None:
     arrivals = arriving(20, seed=3, most=90)
     expected = served(engine_of(model, mixes=False), arrivals)
-    monkeypatch.setitem(step_module._LARGE_PASSES, "cpu", (96,))
+    monkeypatch.setitem(step_module.LARGE_PASSES, "cpu", (96,))
     monkeypatch.setattr(runner_module, "STARTUP_TOKENS", 64)
     engine = engine_of(model)
     states = {bucket.name: bucket.state for bucket in engine.runner.reports()["mixed"].buckets}

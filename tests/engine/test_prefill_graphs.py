@@ -71,7 +71,7 @@ def test_outputs_are_the_same_with_and_without_graphs(budget: int) -> None:
 def test_large_passes_are_captured_when_they_are_first_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     """They cost no time at startup, and later the host one launch."""
     expected = answers_of(runner_with(max_prefill_tokens=128))
-    monkeypatch.setitem(steps._LARGE_PASSES, "cpu", (96, 128))
+    monkeypatch.setitem(steps.LARGE_PASSES, "cpu", (96, 128))
     monkeypatch.setattr(runner_module, "STARTUP_TOKENS", 64)
     runner = runner_with(max_prefill_tokens=128)
     runner.graphs.capture(progress=False, kinds=["prompts"])

@@ -48,7 +48,7 @@ _MIXED_ROWS = {"cuda": (8, 64), "cpu": (1, 8, 32)}
 STARTUP_TOKENS = 512  # larger passes are captured after the first that needs them
 # larger passes: prompt tokens. They have graphs where the host takes longer to launch an eager pass than the device to
 # compute it: nine launches a layer of 0.13 ms, against 24 width^2 operations a token and layer at 500 TFLOP/s
-_LARGE_PASSES: dict[str, tuple[int, ...]] = {"cuda": (768, 1024, 1536, 2048), "cpu": ()}
+LARGE_PASSES: dict[str, tuple[int, ...]] = {"cuda": (768, 1024, 1536, 2048), "cpu": ()}
 _TOKENS_TIMES_SQUARED_WIDTH = 9 * 0.13e-3 * 500e12 / 24
 CACHED_BYTES = 8 * 2**20  # weights of this size stay in a CPU's caches
 
@@ -63,7 +63,7 @@ def large_passes(device_type: str, max_tokens: int, width: int) -> list[int]:
 
     `width`: of the model's layers, all query heads together.
     """
-    sizes = _LARGE_PASSES[device_type] if max_tokens > max(_PROMPT_TOKENS[device_type]) else ()
+    sizes = LARGE_PASSES[device_type] if max_tokens > max(_PROMPT_TOKENS[device_type]) else ()
     return sorted({min(size, max_tokens) for size in sizes if size * width**2 <= _TOKENS_TIMES_SQUARED_WIDTH})
 
 
