@@ -77,8 +77,9 @@ def service_maker(
         from graphdecode import __version__
         from graphdecode.models import generation_defaults
         from graphdecode.server.service import Service
-        from graphdecode.text.chat import read_template, render_chat
+        from graphdecode.text.chat import check_parsers, read_template, render_chat
 
+    check_parsers(server_config.tool_call_parser, server_config.reasoning_parser)
     checkpoint = load_checkpoint(paths, settings)
     check_pages(settings, min(settings.buckets.max_sequence_length, checkpoint.trained_length))
     if server_config.chat_template is not None:

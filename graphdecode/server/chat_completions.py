@@ -23,13 +23,14 @@ from graphdecode.text.chat import RenderedChat, render_chat
 from graphdecode.text.chat_formats import (
     CallArguments,
     CallStart,
-    ChatFormat,
     Content,
     Reasoning,
     ReplyEvent,
     with_bare_calls,
 )
 from graphdecode.text.chat_formats.constraint import Calling
+from graphdecode.text.chat_formats.thinking import opens_thought
+from graphdecode.text.chat_formats.thought_tokens import ThoughtTokens
 from graphdecode.text.input_processor import ParentRequest
 
 
@@ -45,6 +46,10 @@ class ChatReply(ChoicesReply):
         super().__init__(service, prepared, parents, admission)
         self._echoed = prepared.echoed
         self._parsers = [prepared.parser(cursor.parent) for cursor in self.cursors]
+        self._thoughts = list[ThoughtTokens]()
+        if (chat_format := prepared.chat_format) is not None and chat_format.thinks:
+            count = partial(ThoughtTokens, chat_format, self._texts.bytes_of, in_reasoning=prepared.in_reasoning)
+            self._thoughts = [count() for _ in self.cursors]
 
     def choice(self, cursor: Cursor, delta: Delta, *, whole: bool = False) -> dict[str, Any] | None:
         """See `ChoicesReply.choice`."""
@@ -72,6 +77,15 @@ class ChatReply(ChoicesReply):
             choice["token_ids"] = delta.token_ids if body.return_token_ids else None
         return choice
 
+    def usage(self) -> dict[str, Any]:
+        """See `ChoicesReply.usage`."""
+        usage = super().usage()
+        if self._thoughts:
+            pairs = zip(self._thoughts, self.cursors, strict=True)
+            thoughts = sum(each.count(cursor.state.output.token_ids) for each, cursor in pairs)
+            usage["completion_tokens_details"] = {"reasoning_tokens": thoughts}
+        return usage
+
     def about_prompt(self, *, whole: bool) -> dict[str, Any]:
         """See `ChoicesReply.about_prompt`."""
         body, prompt = self.body_fields, self.parents[0].output
@@ -85,6 +99,8 @@ class ChatReply(ChoicesReply):
         if parser is None:
             return ({"content": text} if text else {}), finish_reason
         message = _as_message(parser.feed(text, final=finish_reason is not None))
+        if self.body_fields.include_reasoning is False:
+            message = {name: value for name, value in message.items() if name not in ("reasoning", "reasoning_content")}
         # as OpenAI's: a call that `tool_choice` named ends with "stop"
         is_named = isinstance(self.body_fields.tool_choice, dict)
         called = finish_reason == "stop" and parser.num_calls and not is_named
@@ -130,10 +146,12 @@ def prepared_chat(preprocessor: Preprocessor, body: ChatCompletion) -> Prepared:
     special_tokens = {} if chat_format is None else preprocessor.special_tokens(chat_format.markers)
     if special_tokens:
         params = params.unchecked(skip_special_tokens=False)
-    in_reasoning = chat_format is not None and _begins_in_thought(chat_format, rendered.text, body)
+    thinking = None if chat_format is None else chat_format.thinking
+    begins = body.begins_message
+    in_reasoning = thinking is not None and opens_thought(thinking, rendered.text, begins_message=begins)
     structured = requested
     if wants_tools and chat_format is not None:
-        calling = Calling(tools, must=False, in_reasoning=in_reasoning, special_tokens=special_tokens)
+        calling = Calling(tools, must=False, special_tokens=special_tokens)
         auto = preprocessor.config.constrain_tool_calls and requested is None
         calls = structured_output_of_calls(body, chat_format, calling, constrains_auto=auto)
         if calls is not None and requested is not None:
@@ -146,19 +164,6 @@ def prepared_chat(preprocessor: Preprocessor, body: ChatCompletion) -> Prepared:
     slim = protocol.without_large_parts(body)
     is_constrained = requested is None and structured is not None
     return Prepared(slim, [prompt], structured, chat_format, tools, body.echoed, in_reasoning, is_constrained)
-
-
-def _begins_in_thought(chat_format: ChatFormat, prompt: str, body: ChatCompletion) -> bool:
-    """Return whether the output goes on with a thought that the prompt begins."""
-    thinking = chat_format.thinking
-    if thinking is None:
-        return False
-    opening, closing = thinking.opening.strip(), thinking.closing.strip()
-    if body.begins_message:
-        text = prompt.rstrip()
-        return text.endswith(opening) or (thinking.is_open and not text.endswith(closing))
-    last = (body.messages[-1] if body.messages else {}).get("content")
-    return isinstance(last, str) and last.rfind(opening) > last.rfind(closing)
 
 
 def rendered_chat(

@@ -38,7 +38,8 @@ class Preprocessor:
     @cached_property
     def input_processor(self) -> InputProcessor:
         """The input processor: prompts to tokens."""
-        return InputProcessor(self.engine.rules, self.engine.seed, self.tokenizer)
+        thoughts = self.config.reasoning_parser
+        return InputProcessor(self.engine.rules, self.engine.seed, self.tokenizer, reasoning_parser=thoughts)
 
     def __getstate__(self) -> dict[str, Any]:
         state = {name: value for name, value in self.__dict__.items() if name != "input_processor"}

@@ -174,6 +174,7 @@ class ChatCompletion(ChatFields, Generation):
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     echo: bool | None = None
+    include_reasoning: bool | None = None
     documents: Listed[dict[str, Any]] | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
 

@@ -36,7 +36,7 @@ _NO_COUNTERPART = Unsupported("there is no counterpart here", (None, {}))
 _NO_LIMIT = Unsupported("[server] request_timeout_s limits a request", (None, 0, -1))
 _NO_MEDIA = Unsupported("only text models are served", _NOTHING)
 _NO_SAMPLER = Unsupported("there is no such sampler; top_k, top_p and min_p choose among tokens", (None, 0))
-_NO_REASONING = Unsupported("outputs are returned as they are, reasoning included")
+_NO_REASONING = Unsupported("reasoning comes apart from the content, by the model's own markers")
 _NOT_RETURNED = Unsupported("responses do not contain it", _OFF)
 _INTERNAL = Unsupported("this is internal to the other server", _NOTHING)
 _FOR_CHATS = Unsupported("this is a field of /v1/chat/completions", (*_NOTHING, False, 0, "none"))
@@ -84,7 +84,7 @@ _GENERATION: dict[str, Unsupported | None] = {
     "sse_ping_interval": Unsupported("a stream sends no pings", (None, -1)),
     "grammar_lazy": _INTERNAL._replace(neutral=_OFF),
     **each_of("grammar_triggers grammar_type chat_format chat_parser generation_prompt preserved_tokens", _INTERNAL),
-    "reasoning_format": _NO_REASONING._replace(neutral=(None, "none")),
+    "reasoning_format": _NO_REASONING._replace(neutral=(None, "auto", "deepseek")),
     **each_of("reasoning_budget_tokens thinking_budget_tokens", _use("thinking_token_budget", -1)),
     "reasoning_control": _NO_REASONING._replace(neutral=_OFF),
     **each_of("reasoning_budget_start_tag reasoning_budget_end_tags reasoning_budget_end_tag", None),
@@ -118,7 +118,6 @@ _OF_BODY: dict[type[Body], dict[str, Unsupported | None]] = {
         **_GENERATION,
         **each_of("prompt suffix", _FOR_COMPLETIONS),
         "best_of": _FOR_COMPLETIONS._replace(neutral=(None, 1)),
-        "include_reasoning": _NO_REASONING._replace(neutral=(None, True)),
         "parse_tool_calls": Unsupported("tool_choice says it here", (None, True)),
         "functions": Unsupported("tools is its name now", (None, [])),
         "function_call": Unsupported("tool_choice is its name now", (None, "none", "auto")),

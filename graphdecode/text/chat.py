@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any, TypedDict
 
 from graphdecode.engine import SamplingParams
 from graphdecode.errors import ArgumentError, cause
+from graphdecode.text.chat_formats import format_of
 
 _EXPECTED = "a conversation is a list of messages, each a dict with `role` and `content`"
 _MARK = "graphdecode-end-of-message"  # in no template
@@ -17,6 +19,7 @@ _ARGUMENTS = {  # of `apply_chat_template`, and of a template's rendering
     *("self", "conversation", "messages", "chat_template", "tokenize", "tools"),
     *("add_generation_prompt", "continue_final_message"),
 }
+_THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # names of an assistant's thought in messages
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 Message = Mapping[str, Any]
@@ -66,7 +69,8 @@ def render_chat(
         tokenizer: from transformers, or from `load_tokenizer`.
         messages: one conversation, in OpenAI's format: `role`, and `content` that is a text or a list of parts
             `{"type": "text", "text": ...}`, which are joined by newlines; other keys go to the template. An assistant's
-            may be None. Roles other than OpenAI's are taken if the template shows their messages.
+            may be None; its thought (`reasoning_content` or `reasoning`) goes where the template looks for one. Roles
+            other than OpenAI's are taken if the template shows their messages.
         chat_template: a Jinja template, or the path of a file; None: the tokenizer's own.
         add_generation_prompt: end with the beginning of an assistant's message.
         continue_final_message: leave the last message open, instead of `add_generation_prompt`.
@@ -86,6 +90,7 @@ def render_chat(
         )
     conversation = [_as_message(message, f"messages[{index}]") for index, message in enumerate(_listed(messages))]
     template = _template_of(tokenizer, chat_template, tools)
+    conversation = [_with_thought(message, template) for message in conversation]
     variables = dict(chat_template_kwargs or {})
     if reserved := [name for name in variables if name in _ARGUMENTS]:
         raise ArgumentError(f"chat_template_kwargs must not have {reserved[0]!r}, which is an argument by itself")
@@ -159,6 +164,23 @@ def _as_text(content: Any, name: str, *, may_be_absent: bool) -> str:
     return "\n".join(texts)
 
 
+def _with_thought(message: dict[str, Any], template: str) -> dict[str, Any]:
+    """Return a message whose thought, if it has one, is where a template looks for it."""
+    given = (message.get(name) for name in _THOUGHTS)
+    thought = next((text for text in given if isinstance(text, str) and text), None)
+    if thought is None or message["role"] != "assistant":
+        return message
+    message = {name: value for name, value in message.items() if name not in _THOUGHTS}
+    names = [name for name in _THOUGHTS if re.search(rf"\b{name}\b", template)]
+    content = message["content"]
+    if "[THINK]" in template and "reasoning_content" not in names:  # Mistral's: a part of the content
+        text = [{"type": "text", "text": content}] if content else []
+        return {**message, "content": [{"type": "thinking", "thinking": thought}, *text]}
+    if "<|channel|>" in template and message.get("tool_calls") and content:  # gpt-oss takes one or the other
+        thought, message = f"{thought}\n{content}", {**message, "content": ""}
+    return {**message, **dict.fromkeys(names, thought)}
+
+
 def _as_call(call: Any) -> Any:
     """Return a tool call with its arguments as a dict, for templates; OpenAI's are JSON text."""
     function = call.get("function") if isinstance(call, Mapping) else None
@@ -176,6 +198,11 @@ def read_template(file: Path) -> str:
         return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ArgumentError(f"chat_template {file}: {cause(error)}") from error
+
+
+def check_parsers(tool_call_parser: str | None, reasoning_parser: str | None) -> None:
+    """Raise ArgumentError for an unknown name of a parser."""
+    format_of(None, tool_call_parser=tool_call_parser, reasoning_parser=reasoning_parser)
 
 
 def _template_of(tokenizer: Any, template: str | Path | None, tools: Sequence[Tool] | None) -> str:

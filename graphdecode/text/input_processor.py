@@ -77,8 +77,9 @@ class InputProcessor:
     ids.
     """
 
-    def __init__(self, rules: RequestRules, seed: int, tokenizer: Any) -> None:
+    def __init__(self, rules: RequestRules, seed: int, tokenizer: Any, *, reasoning_parser: str | None = None) -> None:
         self._rules, self._seed, self._tokenizer = rules, seed, tokenizer
+        self._reasoning_parser = reasoning_parser
         self._encoding = threading.Lock()  # tokenizers keep state of the running call
         self._numbers = itertools.count()
 
@@ -213,7 +214,7 @@ class InputProcessor:
 
     @cached_property
     def _reasoning(self) -> PromptReasoning | None:
-        return reasoning_of(self._tokenizer)
+        return reasoning_of(self._tokenizer, self._reasoning_parser)
 
     @cached_property
     def texts(self) -> TokenTexts | None:

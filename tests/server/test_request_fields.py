@@ -128,7 +128,14 @@ CHANGES: dict[str, dict[str, Any]] = {
     "/v1/unload_lora_adapter": {"lora_name": "b"},
 }
 # fields that the response reads
-LATER = {"stream", "stream_options", "request_id", "return_token_ids", "return_tokens_as_token_ids"}
+LATER = {
+    "include_reasoning",
+    "stream",
+    "stream_options",
+    "request_id",
+    "return_token_ids",
+    "return_tokens_as_token_ids",
+}
 
 
 @pytest.fixture(scope="module")

@@ -3,13 +3,13 @@
 import json
 import random
 import time
-from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jsonschema
 import numpy as np
 import pytest
+from parsed_replies import Reply, replied
 from random_calls import Vocabulary, tools
 
 from graphdecode.errors import ArgumentError
@@ -54,37 +54,6 @@ SCHEMA = {
 TOOLS = {"f": SCHEMA, "g-1": {}}
 
 
-class Reply(NamedTuple):
-    reasoning: str = ""
-    content: str = ""
-    calls: Sequence[tuple[str, Any]] = ()
-
-
-def replied(chat_format: ChatFormat, pieces: Sequence[str], tools: Mapping[str, Any] = TOOLS, **options: Any) -> Reply:
-    """Return what the parser finds; the events must be in order, and their calls begun before they go on."""
-    parser = ReplyParser(chat_format, tools=tools, **options)
-    reasoning, content, names, arguments, ended = "", "", list[str](), list[str](), list[int]()
-    for number, piece in enumerate(pieces, 1):
-        for event in parser.feed(piece, final=number == len(pieces)):
-            if isinstance(event, Reasoning):
-                reasoning += event.text
-            elif isinstance(event, Content):
-                content += event.text
-            elif isinstance(event, CallStart):
-                assert event.index == len(names) == len(ended)
-                names.append(event.name)
-                arguments.append("")
-            elif isinstance(event, CallArguments):
-                arguments[event.index] += event.text
-            else:
-                assert isinstance(event, CallEnd)
-                ended.append(event.index)
-    assert ended == list(range(len(names)))
-    return Reply(
-        reasoning, content, tuple((name, json.loads(text)) for name, text in zip(names, arguments, strict=True))
-    )
-
-
 def splits(text: str) -> list[list[str]]:
     every = [[text[:at], text[at:]] for at in range(len(text) + 1)]
     return [[text], list(text) or [""], [*text, ""], *every]
@@ -123,13 +92,15 @@ def test_calls_are_read_however_the_text_is_split(
     name: str, text: str, content: str, calls: Any, is_constrained: bool
 ) -> None:
     for pieces in splits(text):
-        assert replied(FORMATS[name], pieces, is_constrained=is_constrained) == Reply("", content, tuple(calls)), pieces
+        assert replied(FORMATS[name], pieces, TOOLS, is_constrained=is_constrained) == Reply(
+            "", content, tuple(calls)
+        ), pieces
 
 
 @pytest.mark.parametrize(("text", "reply"), HARMONY)
 def test_messages_with_channels_are_told_apart(text: str, reply: Reply) -> None:
     for pieces in splits(text):
-        assert replied(FORMATS["openai"], pieces) == reply, pieces
+        assert replied(FORMATS["openai"], pieces, TOOLS) == reply, pieces
 
 
 @pytest.mark.parametrize(
@@ -178,7 +149,7 @@ THOUGHTS = [
 def test_thoughts_are_apart(text: str, in_reasoning: bool, reply: Reply) -> None:
     assert THINKS is not None
     for pieces in splits(text):
-        assert replied(THINKS, pieces, in_reasoning=in_reasoning) == reply, pieces
+        assert replied(THINKS, pieces, TOOLS, in_reasoning=in_reasoning) == reply, pieces
 
 
 def test_no_event_has_half_a_marker() -> None:
@@ -201,7 +172,7 @@ def test_time_is_in_proportion_to_the_text(begins: str, name: str) -> None:
     def seconds(count: int, *, by_letter: bool) -> float:
         text = begins * count + "x"
         began = time.process_time()
-        replied(FORMATS[name], list(text) if by_letter else [text])
+        replied(FORMATS[name], list(text) if by_letter else [text], TOOLS)
         return time.process_time() - began
 
     for by_letter in (False, True):

@@ -113,6 +113,11 @@ class ChatFormat:
     call_id: str = ""  # what ids look like, with {name} and {index}; "": nine letters and digits
 
     @property
+    def thinks(self) -> bool:
+        """Whether outputs may have thoughts."""
+        return self.thinking is not None or self.channels is not None
+
+    @property
     def markers(self) -> frozenset[str]:
         """All texts that mark something."""
         return frozenset(filter(None, _texts([self.thinking, self.calls, self.channels])))

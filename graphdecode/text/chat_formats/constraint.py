@@ -1,6 +1,7 @@
 """Grammars of outputs that call functions: each call in its family's form, with arguments by its schema.
 
-They are in llguidance's dialect of Lark. What a schema says and the form cannot enforce is refused.
+They begin behind a thought, and are in llguidance's dialect of Lark. What a schema says and the form cannot enforce is
+refused.
 """
 
 from __future__ import annotations
@@ -56,9 +57,8 @@ class Calling:
     """What an output may do with functions, and how its tokens are."""
 
     tools: Tools
-    must: bool  # it calls, and says nothing else but a thought
+    must: bool  # it calls, and says nothing else
     several: bool = True  # it may call more than once
-    in_reasoning: bool = False  # the prompt ends within the thought
     special_tokens: Mapping[str, int] | None = None  # special tokens by their text, which no text contains
 
 
@@ -131,30 +131,19 @@ class _Lark:
 
     def answer(self, calls: CallSyntax) -> None:
         """Add the start of answers with calls that something marks, or that must come."""
-        calling, thought = self._calling, self._thought()
-        block = self._block(calls)
+        calling, block = self._calling, self._block(calls)
         if calling.must:
             more = f"({self.literal(calls.separator)} {block})*" if calls.separator else f"{block}*"
             several = calling.several and not calls.is_list and not calls.section_opening and calls.opening
-            start = f"{thought} {block} {more if several else ''}"
+            gap = (
+                self.rule(r"/[ \n]{0,2}/", kind="GAP") if self._format.thinking is not None else ""
+            )  # behind a thought
+            start = f"{gap} {block} {more if several else ''}"
         elif calling.several:
-            start = f"{thought} {block}* TEXT"
+            start = f"{block}* TEXT"
         else:
-            start = f"{thought} ({block} | TEXT)"
+            start = f"{block} | TEXT"
         self.rules.append(f"start: {start}")
-
-    def _thought(self) -> str:
-        thinking, calling = self._format.thinking, self._calling
-        if thinking is None:
-            return ""
-        if calling.must:
-            gap = self.rule(r"/[ \n]{0,2}/", kind="GAP")
-            rest = f"{self.until(thinking.closing.strip())} {gap}"
-            return rest if calling.in_reasoning else f"({self.literal(thinking.opening.strip())} {rest})?"
-        if calling.in_reasoning:
-            return self.until(thinking.closing.strip())
-        written = self.literal(thinking.opening.strip())  # else it is a part of the text
-        return f"({written} {self.until(thinking.closing.strip())})?" if written.startswith("<[") else ""
 
     def _block(self, calls: CallSyntax) -> str:
         """Return the calls that one opening marks."""

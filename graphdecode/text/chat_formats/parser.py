@@ -402,7 +402,7 @@ class ReplyParser:
 
 def _header(channels: Channels, header: str) -> tuple[str, str]:
     """Return the channel and the function that a header names."""
-    _, _, recipient = header.partition(channels.recipient)
+    _, _, recipient = header.partition(channels.recipient.strip())
     called = recipient.partition(channels.channel)[0].partition(channels.constrain)[0].split()[:1]
     _, _, channel = header.partition(channels.channel)
     named = channel.partition(channels.constrain)[0].split()[:1]

@@ -30,3 +30,19 @@ THINKING = [
     ),
     ThinkingFamily(Thinking("<think>\n", "\n</think>\n\n", is_open=True), (), ("deepseek_r1",)),
 ]
+
+
+def closes_thought(thinking: Thinking, prompt: str) -> bool:
+    """Return whether a prompt ends with a thought that is closed."""
+    return prompt.rstrip().endswith(thinking.closing.strip())
+
+
+def opens_thought(thinking: Thinking, prompt: str, *, begins_message: bool) -> bool:
+    """Return whether an output goes on with a thought that its prompt, or the model by itself, has opened.
+
+    `begins_message`: the prompt ends with the beginning of the model's message, and not within one.
+    """
+    opening, closing = thinking.opening.strip(), thinking.closing.strip()
+    if begins_message:
+        return prompt.rstrip().endswith(opening) or (thinking.is_open and not closes_thought(thinking, prompt))
+    return prompt.rfind(opening) > prompt.rfind(closing)
