@@ -20,7 +20,7 @@ from graphdecode.server.protocol import MAX_ID_LENGTH
 _KEY = "graphdecode.key"  # in a scope: the digest of the request's key
 _NETWORK_BYTES = 8  # network part of an IPv6 address; a client may choose the rest
 DEV_PATHS = "/sleep", "/wake_up", "/is_sleeping", "/reset_prefix_cache"
-_GUARDED = "/v1", "/v2", "/rerank", "/score", *DEV_PATHS  # paths that need a key begin with these
+_GUARDED = "/v1", "/v2", "/api", "/rerank", "/score", *DEV_PATHS  # paths that need a key begin with these
 
 
 class Addressed:

@@ -23,6 +23,7 @@ from graphdecode.server.access import DEV_PATHS, Addressed, Guard, allowed_host_
 from graphdecode.server.chat_completions import rendered_chat
 from graphdecode.server.endpoints import (
     GENERATING,
+    OLLAMA,
     POOLING,
     TRANSLATED,
     Endpoint,
@@ -30,6 +31,7 @@ from graphdecode.server.endpoints import (
     as_prepared,
 )
 from graphdecode.server.http import BUSY, HANDLERS, HttpError, unless_disconnected
+from graphdecode.server.ollama import tag
 from graphdecode.server.preprocessing import Preprocessor
 from graphdecode.server.protocol import Detokenize, LoadAdapter, Tokenize, UnloadAdapter
 from graphdecode.server.responses.routes import response_routes
@@ -213,6 +215,7 @@ def make_app(service: Service, *, is_alone: bool = True, is_guarded: bool = True
     posted: list[tuple[str, Endpoint | GeneratingEndpoint]] = [
         *GENERATING.items(),
         *POOLING.items(),
+        *OLLAMA.items(),
         *TRANSLATED.items(),
         ("/tokenize", Endpoint(Tokenize, prepared_tokens, as_prepared)),
         ("/detokenize", Endpoint(Detokenize, prepared_text, as_prepared)),
@@ -224,6 +227,9 @@ def make_app(service: Service, *, is_alone: bool = True, is_guarded: bool = True
         Route("/v1/models/{model:path}", _get(one_model)),
         *[Route(url, _post(service, endpoint), methods=["POST"]) for url, endpoint in posted],
         *response_routes(service.responses),
+        Route("/api/tags", _get(lambda _: {"models": [tag(service.model_name, service.path)]})),
+        Route("/api/ps", _get(lambda _: {"models": [tag(service.model_name, service.path)]})),
+        Route("/api/version", _get(lambda _: {"version": service.version})),
         Route("/tokenizer_info", _get(lambda _: tokenizer_info(service))),
         Route("/health", _get(health)),
         Route("/ping", _get(health)),

@@ -13,6 +13,7 @@ from starlette.routing import Mount, Route
 from graphdecode.server.app import middleware_of, page_routes
 from graphdecode.server.http import HANDLERS
 from graphdecode.server.model_pool import ModelPool, PooledModel
+from graphdecode.server.ollama import tag
 from graphdecode.server.replicas.front import merged
 
 
@@ -46,12 +47,22 @@ def make_door(pool: ModelPool, api_keys: list[str], version: str) -> Starlette:
     async def load(_: Request) -> Response:
         return JSONResponse({"server_load": pool.num_open})
 
+    async def tags(_: Request) -> Response:
+        return JSONResponse({"models": [tag(model.name, model.path) for model in pool.models.values()]})
+
+    async def running(_: Request) -> Response:
+        loaded = [model for model in pool.models.values() if model.state == "loaded"]
+        return JSONResponse({"models": [tag(model.name, model.path) for model in loaded]})
+
     routes = [
         Route("/v1/models", all_models),
         Route("/v1/models/{model:path}", one_model),
         Route("/health", health),
         Route("/ping", health),
         Route("/version", get_version),
+        Route("/api/tags", tags),
+        Route("/api/ps", running),
+        Route("/api/version", get_version),
         Route("/metrics", metrics),
         Route("/load", load),
         *page_routes(),

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from starlette.responses import Response
 
 from graphdecode.errors import GraphdecodeError
-from graphdecode.server import pooling, protocol
+from graphdecode.server import ollama, pooling, protocol
 from graphdecode.server.anthropic.reply import MessageReply, prepared_count, prepared_message
 from graphdecode.server.anthropic.request import CountTokens, Messages
 from graphdecode.server.chat_completions import ChatReply, prepared_chat
@@ -152,6 +152,11 @@ GENERATING: dict[GeneratingPath, GeneratingEndpoint] = {
 }
 _RERANK = GeneratingEndpoint(pooling.Rerank, pooling.prepared_rerank, pooling.RerankReply)
 _SCORE = GeneratingEndpoint(pooling.Score, pooling.prepared_score, pooling.ScoreReply)
+OLLAMA = {
+    "/api/chat": GeneratingEndpoint(ollama.OllamaChat, ollama.prepared_ollama_chat, ollama.OllamaChatReply),
+    "/api/generate": GeneratingEndpoint(ollama.OllamaGenerate, ollama.prepared_generate, ollama.OllamaGenerateReply),
+    "/api/embed": GeneratingEndpoint(ollama.OllamaEmbed, ollama.prepared_embed, ollama.OllamaEmbedReply),
+}
 POOLING = {
     "/v1/embeddings": GeneratingEndpoint(pooling.Embeddings, pooling.prepared_embeddings, pooling.EmbeddingsReply),
     **dict.fromkeys(("/v1/rerank", "/v2/rerank", "/rerank"), _RERANK),

@@ -22,6 +22,7 @@ from graphdecode.errors import AnswerError, ArgumentError, GraphdecodeError, sho
 # error codes of requests, in addition to those of `Event`
 RESTARTING, REFUSED, SLEEPING, BUSY = "restarting", "refused", "sleeping", "busy"
 _STATUS = {RESTARTING: 503, SLEEPING: 503, BUSY: 409, REFUSED: 400, "form_too_complex": 400}
+_OLLAMA = "/api/"  # likewise of Ollama's
 _MESSAGES = "/v1/messages"  # paths of Anthropic's API, whose errors differ, begin with it
 _OPENAI_KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 _ANTHROPIC_KINDS = {
@@ -75,6 +76,11 @@ class HttpError(GraphdecodeError):
         kind = _ANTHROPIC_KINDS.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
         return {"type": "error", "error": {"type": kind, "message": str(self)}}
 
+    @property
+    def ollama_body(self) -> dict[str, Any]:
+        """The body in Ollama's format."""
+        return {"error": str(self)}
+
 
 def as_http_error(error: GraphdecodeError, fields: frozenset[str]) -> HttpError:
     """Return an error as an `HttpError`.
@@ -100,8 +106,9 @@ def path_below_root(scope: Scope) -> str:
 
 def error_response(error: HttpError, scope: Scope) -> JSONResponse:
     """Return the response of an error, in the format of the API that a request is for."""
-    is_anthropic = path_below_root(scope).startswith(_MESSAGES)
-    return JSONResponse(error.anthropic_body if is_anthropic else error.body, error.status, error.headers)
+    path = path_below_root(scope)
+    body = error.ollama_body if path.startswith(_OLLAMA) else error.body
+    return JSONResponse(error.anthropic_body if path.startswith(_MESSAGES) else body, error.status, error.headers)
 
 
 def error_events(error: HttpError, scope: Scope) -> bytes:

@@ -151,7 +151,9 @@ class ModelPool:
 
     def named(self, name: Any) -> PooledModel:
         """Return a model by its name, the first one for None; raises `HttpError` if there is none."""
-        model = self._first if name is None else self.models.get(name) if isinstance(name, str) else None
+        model = self._first if name is None else None
+        if isinstance(name, str):
+            model = self.models.get(name) or self.models.get(name.removesuffix(":latest"))  # Ollama's clients add it
         if model is None:
             known = " and ".join(map(repr, self.models))
             message = f"the model {shown(name)} does not exist; there is {known}"

@@ -34,7 +34,6 @@ from graphdecode.text.outputs import Logprob, RequestState
 
 log = logging.getLogger(__name__)
 _HEADERS = [
-    (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 ]
@@ -112,6 +111,7 @@ class Reply(Response, ABC):
     """The response to a request, which generates when it is sent."""
 
     prefix: str  # of the response's id
+    stream_type: bytes = b"text/event-stream; charset=utf-8"
 
     def __init__(
         self, service: Service, prepared: Prepared, parents: list[ParentRequest], admission: Admission
@@ -221,7 +221,8 @@ class Reply(Response, ABC):
         await response(scope, receive, send)
 
     async def _stream(self, send: Send) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
+        headers = [(b"content-type", self.stream_type), *_HEADERS]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
         try:
             await _send_more(send, await self.first_events())
             async with contextlib.aclosing(self._updates()) as updates:

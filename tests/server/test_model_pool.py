@@ -268,6 +268,20 @@ def test_a_server_of_two_models_answers_with_the_one_that_is_named(tmp_path: Pat
             assert answered("demo") == ("demo", "802", True)
             assert states() == {"demo": "loaded", "other": "unloaded"}
             assert http.get("/v1/models/demo").json()["max_model_len"] == 64
+            assert [each["name"] for each in http.get("/api/tags").json()["models"]] == ["demo", "other"]
+            assert [each["name"] for each in http.get("/api/ps").json()["models"]] == ["demo"]
+            asked = {"model": "demo:latest", "prompt": "417+385=", "options": {"temperature": 0, "num_predict": 4}}
+            lines = [json.loads(line) for line in http.post("/api/generate", json=asked).text.splitlines()]
+            whole = http.post("/api/generate", json=asked | {"stream": False}).json()
+            assert "".join(line["response"] for line in lines) == whole["response"]
+            assert whole["response"].strip() == "802"
+            assert [line["done"] for line in lines] == [False] * (len(lines) - 1) + [True]
+            assert whole.keys() == lines[-1].keys()
+            assert (whole["done_reason"], whole["eval_count"] > 1) == ("stop", True)
+            embedded = http.post("/api/embed", json={"model": "demo", "input": ["a", "b"]}).json()["embeddings"]
+            assert [len(vector) for vector in embedded] == [128, 128]
+            missing = http.post("/api/chat", json={"model": "third", "messages": []})
+            assert (missing.status_code, list(missing.json())) == (404, ["error"])
             assert served.metric("graphdecode:model_loads_total") == 2
-            assert served.metric("vllm:request_success_total") == 1  # of the model that is loaded
+            assert served.metric("vllm:request_success_total") == 5  # of the model that is loaded
     assert served.process.returncode == 0
