@@ -245,7 +245,11 @@ def test_every_file_and_test_that_a_document_names_is_there(document: Path) -> N
     ]
     for target, heading in re.findall(r"\]\((?!https?:)([^)#]*)(?:#([\w-]+))?\)", text):
         linked = document.parent / target if target else document
-        titles = re.findall(r"^#+ (.*)$", linked.read_text(), re.MULTILINE) if linked.exists() else []
+        titles = (
+            re.findall(r"^#+ (.*)$", linked.read_text(), re.MULTILINE)
+            if linked.suffix == ".md" and linked.exists()
+            else []
+        )
         anchors = {re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in titles}
         if not linked.exists() or (heading and heading not in anchors):
             missing.append(f"{target}#{heading}")

@@ -40,13 +40,18 @@ def results(tmp_path: Path) -> Path:
 
 
 def test_the_table_has_a_column_for_each_peer_and_a_dash_where_it_was_not(results: Path) -> None:
+    (results / "machine" / "generate-demo-float32.json").write_text(result("demo", {"graphdecode": 0.1}))
+    steps = {"batch_8": {"blocks": {"ms": 3.0}}, "batch_1": {"blocks": {"ms": 2.0}, "llama_cpp": {"ms": 5.0}}}
+    blocks = {"floor_ms": 1.0, "workloads": {"prompt": {"blocks": {"ms": 9.0}}, **steps}}
+    (results / "machine" / "gguf-smollm2-q4_1.json").write_text(json.dumps(blocks))
     lines = show(results).stdout.splitlines()
     assert lines == [
-        "| machine | instructions | model | batch | ms/step | times transformers | times llama-cpp "
-        "| times the weight-read floor |",
-        "|---|---|---|---|---|---|---|---|",
-        "| machine, 2 threads | avx2 | a float32 | 4 | 1.00 | 3.00 | - | 2.00 |",
-        "| machine, 2 threads | - | b float32 | 4 | 2.00 | - | 0.75 | 4.00 |",
+        "| machine | model | batch | ms/step | times llama-cpp | times transformers | times the weight-read floor |",
+        "|---|---|---|---|---|---|---|",
+        "| machine | smollm2 q4_1 | 8 | 3.00 | - | - | 3.00 |",
+        "| machine | smollm2 q4_1 | 1 | 2.00 | 2.50 | - | 2.00 |",
+        "| machine | a float32 | 4 | 1.00 | - | 3.00 | 2.00 |",
+        "| machine | b float32 | 4 | 2.00 | 0.75 | - | 4.00 |",
     ]
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,16 +20,41 @@ RESULTS = TOOLS / "results"
 
 
 def table(results: Path) -> str:
-    """Return all results of `tools/bench generate` in Markdown, with a column for each peer."""
-    found = [(path.parent.name, json.loads(path.read_text())) for path in sorted(results.glob("*/generate-*.json"))]
-    peers = dict.fromkeys(name for _, result in found for row in result["rows"] for name in row["times_faster_than"])
+    """Return the speed of decode steps beside peers in Markdown: of real models, the demo is in `tools/results`."""
+    rows = [row for path in sorted(results.glob("*/gguf-smollm2-*.json")) for row in _rows_of_blocks(path)]
+    real = [path for path in sorted(results.glob("*/generate-*.json")) if "-demo-" not in path.stem]
+    rows += [row for path in real for row in _rows_of_peers(path)]
+    peers = dict.fromkeys(name for row in rows for name in row["times_faster_than"])
     peers.pop("graphdecode", None)
-    columns = {"machine": "{machine}, {threads} threads", "instructions": "{environment[instructions]}"}
-    columns |= {"model": "{model} {dtype}", "batch": "{batch_size}", "ms/step": "{ms_per_step[graphdecode]:.2f}"}
+    columns = {"machine": "{machine}", "model": "{model} {dtype}", "batch": "{batch_size}"}
+    columns |= {"ms/step": "{ms_per_step[graphdecode]:.2f}"}
     columns |= {f"times {peer}": f"{{times_faster_than[{peer}]:.2f}}" for peer in peers}
     columns["times the weight-read floor"] = "{times_floor[graphdecode]:.2f}"
-    rows = ({"machine": machine} | result | row for machine, result in found for row in result["rows"])
     return markdown(columns, rows)
+
+
+def _rows_of_peers(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a result of `tools/bench generate`."""
+    result = json.loads(path.read_text())
+    return ({"machine": path.parent.name} | result | row for row in result["rows"])
+
+
+def _rows_of_blocks(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the steps of a GGUF file in the form of `tools/bench generate`; its floor is that of one row."""
+    result, (_, model, dtype) = json.loads(path.read_text()), path.stem.split("-")
+    for name, engines in result["workloads"].items():
+        size = name.removeprefix("batch_")
+        if size.isdecimal():
+            ours, peer = engines["blocks"]["ms"], engines.get("llama_cpp")
+            yield {
+                "machine": path.parent.name,
+                "model": model,
+                "dtype": dtype,
+                "batch_size": size,
+                "ms_per_step": {"graphdecode": ours},
+                "times_faster_than": {} if peer is None else {"llama-cpp": peer["ms"] / ours},
+                "times_floor": {"graphdecode": ours / result["floor_ms"]},
+            }
 
 
 def pick(result: Any, metric: str) -> float | None:
