@@ -117,6 +117,45 @@ def test_a_longest_answer_beyond_the_context_is_what_fits(page: Any) -> None:
     assert answer_of(page) == "42"
 
 
+def test_an_answer_that_its_limit_cuts_says_so_and_ends_in_a_whole_character(page: Any) -> None:
+    page.evaluate("() => document.getElementById('settings').open = true")
+    page.fill("#max_tokens", "2")
+    ask(page, "417+385=")
+    assert answer_of(page) == "80"
+    assert "limit" in page.inner_text(".turn.assistant small")
+    choices = [{"text": "so"}, {"text": "\ufffd", "finish_reason": "length"}]
+    stream = "".join(f"data: {json.dumps({'choices': [choice]})}\n\n" for choice in choices) + "data: [DONE]\n\n"
+    page.route("**/v1/completions", lambda route: route.fulfill(content_type="text/event-stream", body=stream))
+    ask(page, "12+30=")
+    assert answer_of(page) == "so"
+    assert page.locator(".turn.assistant small").count() == 2
+    page.unroute("**/v1/completions")
+    page.fill("#max_tokens", "1024")
+    ask(page, "12+30=")
+    assert answer_of(page) == "42"
+    assert page.locator(".turn.assistant small").count() == 2
+    page.reload()
+    page.wait_for_selector(".turn.assistant small >> nth=1")
+    picture(page, "cut")
+
+
+def test_a_reload_during_an_answer_shows_what_was_there(served: Served, page: Any) -> None:
+    ask(page, "12+30=")
+    assert answer_of(page) == "42"
+    page.click("#new")
+    page.fill("#max_tokens", "32000")
+    page.route("**/v1/**", lambda route: route.continue_(post_data=_without_end(route.request.post_data)))
+    ask(page, "rev oceanic=")
+    page.wait_for_selector(".turn.assistant .token >> nth=20")
+    page.reload()
+    page.wait_for_selector(".turn.assistant small")
+    assert page.inner_text(".turn.user p").strip() == "rev oceanic="
+    assert page.inner_text(".turn.assistant p").strip().startswith("cinaeco")
+    assert page.locator("#list li:nth-child(2) [aria-current=true]").count() == 1
+    served.until_idle()
+    picture(page, "reloaded")
+
+
 def _without_end(body: str) -> str:
     return body[:-1] + ',"ignore_eos":true}'
 

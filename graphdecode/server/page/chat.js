@@ -15,9 +15,14 @@ function make(tag, attributes, ...children) {
 }
 
 const STORE = "graphdecode.conversations";
+const CURRENT = "graphdecode.current"; // the conversation that is shown, in this tab
 const CONTROLS = ["temperature", "top_p", "top_k", "max_tokens", "seed", "system"];
+const ENDS = { // of answers that did not end by themselves
+  length: "Cut: the answer has reached its limit (Longest answer, under Settings), or the model's length.",
+  interrupted: "Interrupted: the page was closed or loaded again.",
+};
 
-const state = { conversations: [], current: 0, running: null, model: null, hasTemplate: true };
+const state = { conversations: [], current: 0, running: null, answering: null, model: null, hasTemplate: true };
 
 function load() {
   try {
@@ -26,11 +31,14 @@ function load() {
     state.conversations = [];
   }
   if (!state.conversations.length) state.conversations.push(blank());
+  state.current = Math.min(Number(sessionStorage.getItem(CURRENT)) || 0, state.conversations.length - 1);
   byId("key").value = sessionStorage.getItem("graphdecode.key") || "";
 }
 
 function save() {
-  const plain = state.conversations.map((c) => ({ title: c.title, turns: c.turns.map(said) }));
+  const { of, turn } = state.answering || {};
+  const turnsOf = (c) => (c === of && isSaid(turn) ? [...c.turns, turn] : c.turns);
+  const plain = state.conversations.map((c) => ({ title: c.title, turns: turnsOf(c).map(stored) }));
   try {
     localStorage.setItem(STORE, JSON.stringify(plain));
   } catch {
@@ -39,6 +47,8 @@ function save() {
 }
 
 const said = ({ role, content, reasoning_content }) => ({ role, content, ...(reasoning_content ? { reasoning_content } : {}) });
+const isSaid = (turn) => Boolean(turn.content || turn.reasoning_content);
+const stored = (turn) => ({ ...said(turn), ...(turn.end ? { end: turn.end } : {}) });
 const blank = () => ({ title: "", turns: [] });
 const conversation = () => state.conversations[state.current];
 
@@ -79,6 +89,7 @@ function forget(index) {
 }
 
 function show() {
+  sessionStorage.setItem(CURRENT, state.current);
   showList();
   byId("turns").replaceChildren(...conversation().turns.map((turn) => shownTurn(turn).section));
   scrollDown(true);
@@ -86,10 +97,12 @@ function show() {
 
 function shownTurn(turn) {
   const isUser = turn.role === "user";
-  const text = isUser ? make("p", {}, turn.content) : make("div", {}, ...thought(turn), ...answered(turn));
+  const text = isUser ? make("p", {}, turn.content) : make("div", {}, ...written(turn));
   const who = make("h4", {}, isUser ? "You" : state.model || "Model");
   return { section: make("section", { class: `turn ${turn.role}` }, who, text), text };
 }
+
+const written = (turn) => [...thought(turn), ...answered(turn), ...(ENDS[turn.end] ? [make("small", {}, ENDS[turn.end])] : [])];
 
 // The reasoning before an answer, which is open until the answer begins.
 function thought({ reasoning_content: text, content }) {
@@ -194,10 +207,11 @@ async function ask(text) {
   let frame = 0;
   const draw = () => {
     frame = 0;
-    shown.text.replaceChildren(...thought(turn), ...answered(turn));
+    shown.text.replaceChildren(...written(turn));
     scrollDown(false);
   };
   state.running = new AbortController();
+  state.answering = { of: current, turn };
   byId("send").disabled = true;
   byId("stop").disabled = false;
   complain("");
@@ -227,20 +241,22 @@ async function ask(text) {
         turn.tokens.push(token);
         turn.content += token.text;
       }
+      if (event.choices.some((choice) => choice.finish_reason === "length")) turn.end = "length";
       frame = frame || requestAnimationFrame(draw);
       if (event.usage) tellSpeed(event.usage.completion_tokens, first - began, performance.now() - first);
     }
   } catch (error) {
-    refused = error.name !== "AbortError" && !turn.content && !turn.reasoning_content;
+    refused = error.name !== "AbortError" && !isSaid(turn);
     if (error.name !== "AbortError") complain(error.message);
   } finally {
-    state.running = null;
+    state.running = state.answering = null;
+    if (turn.end === "length") turn.content = turn.content.replace(/\ufffd+$/, ""); // a part of a character
     cancelAnimationFrame(frame);
     draw();
     shown.section.removeAttribute("aria-busy");
     byId("send").disabled = false;
     byId("stop").disabled = true;
-    if (turn.content || turn.reasoning_content) current.turns.push(turn);
+    if (isSaid(turn)) current.turns.push(turn);
     else shown.section.remove();
     if (refused) takeBack(current, text);
     save();
@@ -300,6 +316,11 @@ byId("text").onkeydown = (event) => {
     byId("ask").requestSubmit();
   }
 };
+addEventListener("pagehide", () => {
+  if (!state.answering) return;
+  state.answering.turn.end = "interrupted";
+  save();
+});
 document.addEventListener("keydown", (event) => event.key === "Escape" && stop());
 byId("stop").onclick = stop;
 byId("new").onclick = () => select(state.conversations.push(blank()) - 1);
