@@ -4,6 +4,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from graphdecode.linear.weight_form import Shard, TensorSource
 from graphdecode.models.cache_scales import cache_scale_names
 from graphdecode.models.config import ModelConfig
 from graphdecode.models.family import HEAD, family_of
+from graphdecode.models.sentence_transformers import MODULES_FILE
 from graphdecode.models.updates import differs
 from graphdecode.models.weight_map import WeightMap, check, parts
 
@@ -24,7 +26,8 @@ def fitted_config(source: TensorSource, config: ModelConfig, *, ties: bool | Non
     """Return a configuration whose `tie_word_embeddings` is as the tensors have it.
 
     As in transformers, an output layer with values of its own is used although a configuration ties it to the
-    embedding; one with the embedding's values shares its memory.
+    embedding; one with the embedding's values shares its memory. A checkpoint for embeddings has none: the embedding
+    takes its place, so that the model can be loaded, though what it generates means nothing.
 
     Args:
         ties: what `tie_word_embeddings` has to be, so that the layout is that of another model; None: either.
@@ -32,6 +35,8 @@ def fitted_config(source: TensorSource, config: ModelConfig, *, ties: bool | Non
     Raises:
         ArgumentError: it cannot be what `ties` asks for.
     """
+    if ties is not False and _is_for_embeddings(source):
+        return replace(config, tie_word_embeddings=True)
     if ties is False or HEAD not in source.tensors or not (config.tie_word_embeddings or ties):
         return replace(config, tie_word_embeddings=False) if ties is False else config
     (embedding,) = family_of(config.architecture).weights_in(config, source.tensors)["embedding"]
@@ -42,6 +47,12 @@ def fitted_config(source: TensorSource, config: ModelConfig, *, ties: bool | Non
     if ties:
         raise ArgumentError(differs(HEAD, embedding.name))
     return replace(config, tie_word_embeddings=False)
+
+
+def _is_for_embeddings(source: TensorSource) -> bool:
+    """Whether a checkpoint has no output layer, and files that say how its hidden states are pooled."""
+    folder: Path | None = getattr(source, "folder", None)
+    return HEAD not in source.tensors and folder is not None and (folder / MODULES_FILE).is_file()
 
 
 def _are_equal(source: TensorSource, one: str, other: str) -> bool:
@@ -67,6 +78,8 @@ def _are_equal(source: TensorSource, one: str, other: str) -> bool:
 def checked_weight_map(source: TensorSource, name: str, config: ModelConfig) -> WeightMap:
     """Return the weight map of a source; raise CheckpointError if its tensors do not fit."""
     family = family_of(config.architecture)
+    if _is_for_embeddings(source):
+        config = replace(config, tie_word_embeddings=True)
     weight_map = family.weights_in(config, source.tensors)
     checked = weight_map
     if config.tie_word_embeddings and HEAD in source.tensors:

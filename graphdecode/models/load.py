@@ -117,8 +117,12 @@ def load_model(
 
 def _warn_of_differences(source: Source, config: ModelConfig, stated: ModelShape) -> None:
     """Log what a configuration ties and the tensors do not, and which tensors are not read."""
-    if config != stated:
+    if config != stated and HEAD in source.tensors:
         log.warning("%s: %s has values of its own, and is used although tie_word_embeddings is true", source.name, HEAD)
+    elif config != stated:
+        log.warning(
+            "%s: there is no %s: the model is for embeddings, and generates nothing of sense", source.name, HEAD
+        )
     skipped = skipped_tensors(source, config)
     if skipped:
         log.warning("%s: %d tensors are skipped: %s", source.name, len(skipped), summary(skipped))

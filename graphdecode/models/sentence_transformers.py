@@ -12,6 +12,7 @@ from typing import Any
 
 from graphdecode.models.fields import UnsupportedModelError, read_json, read_json_value
 
+MODULES_FILE = "modules.json"  # lists the parts behind the decoder
 _MODES = {"lasttoken": "last", "mean": "mean"}  # names of `pooling_mode` -> ours
 _FLAGS = {"pooling_mode_lasttoken": "last", "pooling_mode_mean_tokens": "mean"}  # of older files
 # Qwen's folders have no `modules.json`: the tokens "yes" and "no" of Qwen3's vocabulary (its model card)
@@ -48,7 +49,7 @@ def sentence_files_of(model: str | Path) -> SentenceFiles:
     if not path.is_dir():
         return SentenceFiles()
     is_qwen = _QWEN_RERANKER in str(path).lower()
-    modules, named = path / "modules.json", path / "config_sentence_transformers.json"
+    modules, named = path / MODULES_FILE, path / "config_sentence_transformers.json"
     settings = read_json(named) if named.is_file() else {}
     texts, default = settings.get("prompts"), settings.get("default_prompt_name")
     prompts = {name: text for name, text in texts.items() if isinstance(text, str)} if isinstance(texts, dict) else {}

@@ -11,6 +11,7 @@ from graphdecode.config.vllm_names import Unsupported, each_of
 from graphdecode.errors import shown
 from graphdecode.server.anthropic.request import CountTokens, Messages
 from graphdecode.server.http import HttpError
+from graphdecode.server.pooling import Embeddings, Rerank, Score
 from graphdecode.server.protocol import (
     Body,
     ChatCompletion,
@@ -104,6 +105,18 @@ _OF_RESPONSES: dict[str, Unsupported | None] = {
     "prompt": Unsupported("there are no stored prompts; give instructions and input", _NOTHING),
     "moderation": Unsupported("nothing is moderated", _NOTHING),
 }
+_OFF_IN_TEXTS = Unsupported("texts are embedded as they are", _OFF)
+_OF_POOLING: dict[str, Unsupported | None] = {
+    "normalize": _use("use_activation"),
+    "padding": Unsupported("nothing is padded", (None, "do_not_pad")),
+    **each_of("mm_processor_kwargs media_io_kwargs", _NO_MEDIA),
+    "chat_template": Unsupported("the checkpoint's template is used, if it knows queries and documents"),
+    "task": Unsupported("the path says it"),
+}
+_OF_PAIRS: dict[str, Unsupported | None] = {
+    **each_of("max_tokens_per_query max_tokens_per_doc", _use("truncate_prompt_tokens", 0)),
+    "chat_template_kwargs": _use("instruction", {}),
+}
 _OF_BODY: dict[type[Body], dict[str, Unsupported | None]] = {
     Completion: {
         **_GENERATION,
@@ -138,6 +151,15 @@ _OF_BODY: dict[type[Body], dict[str, Unsupported | None]] = {
     Messages: _OF_MESSAGES,
     Responses: _OF_RESPONSES,
     Detokenize: {},
+    Embeddings: _OF_POOLING
+    | {
+        "messages": Unsupported("render them, and give the text as input", (None, [])),
+        "embed_dtype": Unsupported("base64 is of float32", (None, "float32")),
+        "endianness": Unsupported("base64 is little-endian", (None, "native", "little")),
+        **each_of("add_generation_prompt continue_final_message", _OFF_IN_TEXTS),
+    },
+    Score: _OF_POOLING | _OF_PAIRS,
+    Rerank: _OF_POOLING | _OF_PAIRS,
     LoadAdapter: {
         "load_inplace": Unsupported("unload the adapter first", _OFF),
         "is_3d_lora_weight": None,  # shapes decide it

@@ -1,5 +1,6 @@
 """Embeddings are transformers' hidden states behind the final norm, pooled, however prompts are cut and batched."""
 
+import json
 import random
 from functools import cache
 from pathlib import Path
@@ -8,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from demo_copies import demo_copy
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3Model
 
 from graphdecode import LLM, PoolingParams
 
@@ -76,3 +78,42 @@ def test_embeddings_are_those_of_transformers(checkpoint, name, pooling, options
         np.testing.assert_allclose(one, vector, rtol=0, atol=1e-4 * scale)
         np.testing.assert_allclose(two, vector, rtol=0, atol=1e-4 * scale)
     np.testing.assert_allclose(unit, expected[-1] / np.linalg.norm(expected[-1]), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("ties", [True, False])
+def test_a_checkpoint_for_embeddings_needs_no_output_layer(tmp_path: Path, ties: bool) -> None:
+    """As Qwen3-Embedding's: tensors of the body alone, without its prefix, and a tokenizer that appends a token."""
+    sizes = {"vocab_size": 258, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 16}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}
+    torch.manual_seed(3)
+    model = Qwen3Model(Qwen3Config(**sizes, **heads, tie_word_embeddings=ties)).eval()
+    folder = demo_copy(tmp_path / "model")
+    for file in folder.glob("*.safetensors*"):
+        file.unlink()
+    model.save_pretrained(folder)
+    settings = json.loads((folder / "config.json").read_text()) | {"architectures": ["Qwen3ForCausalLM"]}
+    (folder / "config.json").write_text(json.dumps(settings))
+    modules = [
+        {"path": "", "type": "a.Transformer"},
+        {"path": "1_Pooling", "type": "a.Pooling"},
+        {"type": "a.Normalize"},
+    ]
+    (folder / "modules.json").write_text(json.dumps(modules))
+    (folder / "1_Pooling").mkdir()
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps({"pooling_mode_lasttoken": True}))
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    tokenizer["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [{"Sequence": {"id": "A", "type_id": 0}}, {"SpecialToken": {"id": "<|endoftext|>", "type_id": 0}}],
+        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 0}}],
+        "special_tokens": {"<|endoftext|>": {"id": "<|endoftext|>", "ids": [257], "tokens": ["<|endoftext|>"]}},
+    }
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with LLM(folder, **SIZES) as llm:
+        (output,) = llm.embed("abc", use_tqdm=False)
+        (cut,) = llm.embed("abcdef", truncate_prompt_tokens=4, use_tqdm=False)
+    assert output.prompt_token_ids == cut.prompt_token_ids == [97, 98, 99, 257]
+    with torch.no_grad():
+        expected = model.double()(torch.tensor([output.prompt_token_ids])).last_hidden_state[0, -1].numpy()
+    np.testing.assert_allclose(output.outputs.embedding, expected / np.linalg.norm(expected), rtol=0, atol=1e-5)
+    np.testing.assert_array_equal(cut.outputs.embedding, output.outputs.embedding)
