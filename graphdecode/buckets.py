@@ -140,8 +140,8 @@ class StepShape(NamedTuple):
 
     def __str__(self) -> str:
         if not self.rows:
-            rest = ", adapters" * self.has_adapters + ", pooled" * self.pools
-            return f"the pass of {self.prompt_tokens} prompt tokens{rest}"
+            suffix = ", adapters" * self.has_adapters + ", pooled" * self.pools
+            return f"the pass of {self.prompt_tokens} prompt tokens{suffix}"
         beside = f" + {self.prompt_tokens} prompt tokens" if self.prompt_tokens else ""
         suffix = ("" if self.part == "whole" else f", {self.part}") + ", adapters" * self.has_adapters
         return f"bucket {self.rows}" + f" x {self.queries}" * (self.queries > 1) + beside + suffix

@@ -39,7 +39,7 @@ def models_named(models: Sequence[str]) -> dict[str, ModelPaths] | None:
 
     Raises `ArgumentError` if a model is not found, or two have one name.
     """
-    found: dict[str, ModelPaths] = {}
+    paths: dict[str, ModelPaths] = {}
     folders = [Path(model) for model in models if _is_folder_of_models(Path(model))]
     if len(models) == 1 and not folders:
         return None
@@ -47,10 +47,10 @@ def models_named(models: Sequence[str]) -> dict[str, ModelPaths] | None:
         children = _models_in(Path(model)) if Path(model) in folders else [model]
         for child in children:
             name = Path(child).name.removesuffix(".gguf") if Path(child).exists() else child
-            if name in found:
+            if name in paths:
                 raise ArgumentError(f"--model names two models {name!r}: clients could not tell them apart")
-            found[name] = find_model(child, None)
-    return found
+            paths[name] = find_model(child, None)
+    return paths
 
 
 def _is_folder_of_models(folder: Path) -> bool:

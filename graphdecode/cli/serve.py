@@ -98,7 +98,7 @@ def service_maker(
     )
 
 
-def _made_service(name: str, paths: ModelPaths, settings: EngineConfig, server_config: ServerConfig) -> Service:
+def _create_service(name: str, paths: ModelPaths, settings: EngineConfig, server_config: ServerConfig) -> Service:
     return service_maker(name, paths, settings, replace(server_config, served_model_name=name))()
 
 
@@ -106,9 +106,9 @@ def check_settings_of_several(
     several: Collection[str], tokenizer: str | None, server_config: ServerConfig, replicas: ReplicaConfig
 ) -> None:
     """Raise ArgumentError for a setting that only one model can have."""
-    given = {"tokenizer": tokenizer, "replicas": replicas.enabled or None}
-    given |= {name: getattr(server_config, name) or None for name in _OF_ONE_MODEL}
-    for name, value in given.items():
+    options = {"tokenizer": tokenizer, "replicas": replicas.enabled or None}
+    options |= {name: getattr(server_config, name) or None for name in _OF_ONE_MODEL}
+    for name, value in options.items():
         if value is not None:
             raise ArgumentError(f"{name} is for one model, and --model gives {len(several)}")
 
@@ -152,7 +152,7 @@ def serve(
         from graphdecode.cli.serve_models import serve_models
 
         check_settings_of_several(several, tokenizer, server_config, replicas)
-        makers = {name: partial(_made_service, name, paths) for name, paths in several.items()}
+        makers = {name: partial(_create_service, name, paths) for name, paths in several.items()}
         _run_loop(serve_models(several, makers, settings, server_config))
         return
     (model_name,) = model

@@ -228,8 +228,8 @@ class LinearTuner:
         if weight.nbytes < _LEAST_BYTES:
             return {}
         rows_of_steps = {rows for rows in batch_sizes if MOST_ROWS < rows <= max(_MANY_ROWS)}
-        many = sorted(rows_of_steps.union(_MANY_ROWS))
-        return {rows: self._choice(weight, None, rows, fused, triton_config(rows)) for rows in many}
+        row_counts = sorted(rows_of_steps.union(_MANY_ROWS))
+        return {rows: self._choice(weight, None, rows, fused, triton_config(rows)) for rows in row_counts}
 
     def _choice(
         self,

@@ -313,11 +313,11 @@ class Race:
         """Time candidates."""
         for config in configs:
             try:
-                problem, seconds_taken = self._contest.problem(config), self.product_seconds(config)
+                problem, product_s = self._contest.problem(config), self.product_seconds(config)
             except Exception as error:  # such as too little shared memory: try the others
                 problem = f"failed: {type(error).__name__}: {error}".splitlines()[0]
             if problem is None:
-                self.seconds[config] = seconds_taken
+                self.seconds[config] = product_s
             else:
                 warnings.warn(f"small linear {config} {problem}; not used", RuntimeWarning, stacklevel=3)
 
@@ -355,7 +355,7 @@ def fastest_product(
         race.run([varied for each in best for varied in (each._replace(prefetch=False), each._replace(pdl=False))])
     race.run([each._replace(separate_norm=False) for each in best if each.separate_norm])
     race.run_skinny()
-    times = {"plain": cublas_s} | {str(config): seconds_taken for config, seconds_taken in race.seconds.items()}
+    times = {"plain": cublas_s} | {str(config): product_s for config, product_s in race.seconds.items()}
     winner = next(iter(race.best()), None)
     if winner is not None and race.seconds[winner] * _CUBLAS_MARGIN > cublas_s:
         winner = None
@@ -375,7 +375,7 @@ def fastest_tiled(
     race = Race(contest, clock)
     race.run([first])
     race.run_skinny()
-    times = {str(config): seconds_taken for config, seconds_taken in race.seconds.items()}
+    times = {str(config): product_s for config, product_s in race.seconds.items()}
     winner: SmallLinearConfig | None = next(iter(race.best()), first)
     if weight.scratch is not None:
         times["dequantized"] = race.product_seconds(None)

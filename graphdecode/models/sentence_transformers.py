@@ -88,11 +88,11 @@ def _pooling(config: Mapping[str, Any], reason: str | None) -> tuple[str, str | 
     modes = [mode] if isinstance(mode, str) else mode if isinstance(mode, list) else None
     if modes is None:
         set_flags = [name for name, value in config.items() if name.startswith("pooling_mode_") and value is True]
-        found = [_FLAGS.get(name) for name in set_flags]
+        poolings = [_FLAGS.get(name) for name in set_flags]
     else:
-        set_flags, found = modes, [_MODES.get(name) for name in modes]
-    if len(found) != 1 or found[0] is None:
+        set_flags, poolings = modes, [_MODES.get(name) for name in modes]
+    if len(poolings) != 1 or poolings[0] is None:
         return "last", reason or f"pooling by {' and '.join(map(str, set_flags)) or 'nothing'} is not supported"
-    if found[0] == "mean" and config.get("include_prompt") is False:
+    if poolings[0] == "mean" and config.get("include_prompt") is False:
         return "mean", reason or "pooling that leaves out the prompt is not supported (include_prompt)"
-    return found[0], reason
+    return poolings[0], reason

@@ -79,9 +79,9 @@ def _list_kernel(order, offsets, ids, pairs, BLOCK: tl.constexpr, PDL: tl.conste
         tl.store(offsets, 0)
     for first in range(0, pairs, BLOCK):
         chosen = tl.load(ids + first + index, mask=first + index < pairs, other=-1)
-        is_own = (chosen == expert).to(tl.int32)
-        tl.store(order + begin + tl.cumsum(is_own, axis=0) - is_own, first + index, mask=chosen == expert)
-        begin += tl.sum(is_own)
+        is_of_expert = (chosen == expert).to(tl.int32)
+        tl.store(order + begin + tl.cumsum(is_of_expert, axis=0) - is_of_expert, first + index, mask=chosen == expert)
+        begin += tl.sum(is_of_expert)
     tl.store(offsets + expert + 1, begin)
 
 
