@@ -258,8 +258,9 @@ def append_attention_triton(
     """
     if format_of(k_cache.dtype).is_mixed:
         raise ValueError("keys of an int8 cache are appended by rope_append, not in the launch that attends to them")
-    if by_clusters.is_chosen(out.device) and by_clusters.serves(
-        out, k_cache, v_cache, qkv, rope, by_clusters.limits_of(out.device)
+    if (
+        by_clusters.is_chosen(out.device)
+        and by_clusters.served_sizes(out, k_cache, v_cache, qkv, rope, by_clusters.limits_of(out.device)) is not None
     ):
         by_clusters.launch_decode_attention(
             out, k_cache, v_cache, qkv, page_table, work.kv_lens, rope, options, k_scale, v_scale

@@ -86,8 +86,10 @@ def sizes_of(out: Tensor, k_cache: Tensor, limits: Limits) -> Sizes | None:
     return None
 
 
-def serves(out: Tensor, k_cache: Tensor, v_cache: Tensor, qkv: Tensor, rope: QKNormRope, limits: Limits) -> bool:
-    """Return whether the kernel attends over such tensors on a device with these limits."""
+def served_sizes(
+    out: Tensor, k_cache: Tensor, v_cache: Tensor, qkv: Tensor, rope: QKNormRope, limits: Limits
+) -> Sizes | None:
+    """Return the sizes of a launch over such tensors on a device with these limits; None if it does not serve them."""
     head_dim = k_cache.shape[3]
     is_known = out.dtype in (torch.float16, torch.bfloat16) and k_cache.dtype in (out.dtype, torch.float8_e4m3fn)
     is_known = is_known and k_cache.shape == v_cache.shape and k_cache.dtype == v_cache.dtype
@@ -95,7 +97,7 @@ def serves(out: Tensor, k_cache: Tensor, v_cache: Tensor, qkv: Tensor, rope: QKN
     is_adjacent = is_adjacent and not any(cache.data_ptr() % 16 for cache in (k_cache, v_cache))
     fits = head_dim % 16 == 0 and head_dim <= _MOST_HEAD_DIM and out.shape[1] // k_cache.shape[2] <= QUERIES
     norms_heads = rope.q_norm is None or rope.q_norm.shape[0] == head_dim  # each by itself
-    return is_known and is_adjacent and fits and norms_heads and sizes_of(out, k_cache, limits) is not None
+    return sizes_of(out, k_cache, limits) if is_known and is_adjacent and fits and norms_heads else None
 
 
 def macros_of(
@@ -131,7 +133,7 @@ def launch_decode_attention(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
 ) -> None:
-    """Launch the kernel over tensors that it `serves`; see `append_attention` for the arguments.
+    """Launch the kernel over tensors that it serves; see `append_attention` for the arguments.
 
     Args:
         out: [rows, num_qo_heads, head_dim].
@@ -150,9 +152,8 @@ def launch_decode_attention(
         ValueError: the kernel does not serve such tensors.
     """
     rows, _, head_dim = out.shape
-    limits = limits_of(out.device)
-    sizes = sizes_of(out, k_cache, limits)
-    if sizes is None or not serves(out, k_cache, v_cache, qkv, rope, limits):
+    sizes = served_sizes(out, k_cache, v_cache, qkv, rope, limits_of(out.device))
+    if sizes is None:
         raise ValueError(f"a kernel by clusters does not attend with out={out.shape} over k_cache={k_cache.shape}")
     logits = logits_of(head_dim, options, k_scale).options
     macros = macros_of(out, k_cache, qkv, rope, options, sizes.stages)

@@ -208,8 +208,7 @@ DEVICE u32 atomic_load_acquire(const u32 *at) {
 }
 DEVICE void fence_gpu() { __threadfence(); }
 
-#if __CUDA_ARCH__ >= 900
-// Blocks of a cluster: each may read the others' shared memory, after a barrier, and until one.
+// Blocks of a cluster, from sm_90 on: each may read the others' shared memory, after a barrier, and until one.
 DEVICE u32 cluster_rank() {
   u32 rank;
   asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
@@ -239,6 +238,7 @@ DEVICE T cluster_load(const T *at, u32 rank) {
   return pieces::bits_of<T>(p);
 }
 
+#if __CUDA_ARCH__ >= 900
 // Copies of multiples of 16 bytes from global to shared memory, whose arrival a barrier in shared memory counts.
 // A phase of the barrier ends when `count` arrivals and all expected bytes are there; a wait names the phase's parity.
 DEVICE void mbarrier_init(u64 *barrier, u32 count) {

@@ -175,9 +175,10 @@ DEVICE void multiply(float (&sums)[2][PANELS][4], const u8 *stage, const WeightP
 
 // Where a block's sums come together, once all have read the activations, which lay there.
 struct Sums {
-  float *parts, *squares;  // [group][row of x][STRIDE], [group][row of x]
+  float *parts, *squares, *factors;  // [group][row of x][STRIDE], [group][row of x], [row of x]: the norm's
 
-  DEVICE explicit Sums(u8 *memory) : parts((float *)memory), squares(parts + COLUMN_WARPS * ROWS * STRIDE) {}
+  DEVICE explicit Sums(u8 *memory)
+      : parts((float *)memory), squares(parts + COLUMN_WARPS * ROWS * STRIDE), factors(squares + COLUMN_WARPS * ROWS) {}
 
   DEVICE void put(const float (&sums)[2][PANELS][4], const Activations &of, u32 group, u32 row_warp, u32 lane) {
 #pragma unroll
@@ -209,7 +210,8 @@ struct Sums {
     };
     for (u32 i = thread; i < ROWS * BLOCK_ROWS; i += THREADS)
       add(parts + i / BLOCK_ROWS * STRIDE + i % BLOCK_ROWS, ROWS * STRIDE);
-    if (IS_NORMED && thread < ROWS) add(squares + thread, ROWS);
+    if constexpr (IS_NORMED)
+      for (u32 m = thread; m < ROWS; m += THREADS) add(squares + m, ROWS);
   }
   // Of the cluster, or the groups, in one order.
   static DEVICE float whole(const float *at, u32 stride) {
@@ -224,8 +226,59 @@ struct Sums {
     return sum;
   }
   DEVICE float product(u32 m, u32 row) const { return whole(parts + m * STRIDE + row, ROWS * STRIDE); }
-  DEVICE float norm_factor(u32 m, float eps) const {
-    return IS_NORMED ? 1 / RANGE / sqrtf(whole(squares + m, ROWS) / DEPTH + eps) : 1;
+  DEVICE void put_factors(u32 thread, float eps) {
+    for (u32 m = thread; m < ROWS; m += THREADS)
+      shared_store(factors + m, 1 / RANGE / sqrtf(whole(squares + m, ROWS) / DEPTH + eps));
+    block_barrier();
+  }
+};
+
+// What a thread writes: results of a block, of every SPLITS-th row of x, each THREADS-th of them. Loads of a few are in
+// flight at a time.
+struct Results {
+  static constexpr int COUNT = OUTPUTS * ROWS / SPLITS, PER_THREAD = (COUNT + THREADS - 1) / THREADS;
+  static constexpr int AT_ONCE = PER_THREAD < 8 ? PER_THREAD : 8;
+
+  Out *out;
+  const u16 *bias;
+  WeightPointers weight;
+  u32 rows, stride, block, rank;
+  float factor;
+
+  DEVICE void write(const Sums &sums, u32 first) const {
+    u32 m[AT_ONCE], n[AT_ONCE], row_scales[AT_ONCE][2] = {};
+    u16 biases[AT_ONCE][2] = {};
+    Out old[AT_ONCE] = {};
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; i++) {
+      const u32 result = first + i * THREADS, column = block * OUTPUTS + result % OUTPUTS;
+      m[i] = result / OUTPUTS * SPLITS + rank, n[i] = result % OUTPUTS;
+      if (result >= COUNT || column >= WIDTH) m[i] = ROWS;
+      if (m[i] >= rows) continue;
+      if constexpr (EPILOGUE == ADD) old[i] = load(out + (u64)m[i] * stride + column);
+#pragma unroll
+      for (int half = 0; half <= IS_GATED; half++) {
+        if constexpr (Weight::HAS_ROW_SCALE) row_scales[i][half] = Weight::load_row_scale(weight, column + half * WIDTH);
+        if (bias != nullptr) biases[i][half] = load_constant(bias + column + half * WIDTH);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; i++) {
+      if (m[i] >= rows) continue;
+      const u32 place = IS_GATED ? n[i] / 16 * 32 + n[i] % 16 : n[i];  // among the block's rows of the weight
+      float values[2] = {};
+#pragma unroll
+      for (int half = 0; half <= IS_GATED; half++) {
+        values[half] = sums.product(m[i], place + 16 * half);
+        if constexpr (Weight::HAS_ROW_SCALE) values[half] *= Weight::row_scale(row_scales[i][half]);
+        if constexpr (IS_NORMED) values[half] *= shared_load(sums.factors + m[i]);
+        values[half] += to_float<IS_BFLOAT>(biases[i][half]);
+      }
+      float value = values[0];
+      if constexpr (EPILOGUE == ADD) value = out_of(old[i]) + factor * value;
+      if constexpr (IS_GATED) value = activated(value) * values[1];
+      store(out + (u64)m[i] * stride + block * OUTPUTS + n[i], to_out(value));
+    }
   }
 };
 
@@ -284,29 +337,10 @@ wide_linear(Out *out, const u16 *x, const u8 *words, const u8 *high, const u8 *s
     cluster_arrive();
     cluster_wait();
   }
-  // A block of the cluster writes each SPLITS-th row; loads of four results are in flight.
-#pragma unroll 4
-  for (u32 i = thread; i < OUTPUTS * ROWS / SPLITS; i += THREADS) {
-    const u32 m = i / OUTPUTS * SPLITS + rank, n = i % OUTPUTS, column = block * OUTPUTS + n;
-    if (m >= rows || column >= WIDTH) continue;
-    const u32 place = IS_GATED ? n / 16 * 32 + n % 16 : n;  // among the block's rows of the weight
-    Out *const at = out + (u64)m * out_stride + column;
-    float old = 0, values[2] = {};
-    if constexpr (EPILOGUE == ADD) old = out_of(load(at));
-    const float norm_factor = all.norm_factor(m, eps);
-#pragma unroll
-    for (int half = 0; half <= IS_GATED; half++) {
-      const u32 of_weight = column + half * WIDTH;
-      values[half] = all.product(m, place + 16 * half);
-      if constexpr (Weight::HAS_ROW_SCALE) values[half] *= Weight::row_scale(Weight::load_row_scale(weight, of_weight));
-      if constexpr (IS_NORMED) values[half] *= norm_factor;
-      if (bias != nullptr) values[half] += to_float<IS_BFLOAT>(load_constant(bias + of_weight));
-    }
-    float value = values[0];
-    if constexpr (EPILOGUE == ADD) value = old + factor * value;
-    if constexpr (IS_GATED) value = activated(value) * values[1];
-    store(at, to_out(value));
-  }
+  if constexpr (IS_NORMED) all.put_factors(thread, eps);
+  const Results results = {out, bias, weight, rows, out_stride, block, rank, factor};
+#pragma unroll 1
+  for (u32 i = thread; i < Results::COUNT; i += Results::AT_ONCE * THREADS) results.write(all, i);
   if constexpr (SPLITS > 1) {  // no block ends before the others have read its sums
     cluster_arrive();
     cluster_wait();

@@ -111,7 +111,7 @@ def shared_bytes(weight: Tensor | WeightTiles, rows: int, config: WideConfig) ->
     totals = 2 * (config.chunk // 32) * of_x * 4 if isinstance(weight, WeightTiles) and weight.layout.has_totals else 0
     ring = parts * ((config.ahead + 1) * of_x * config.chunk * 2 + totals)
     ring += stages * config.threads * _bytes_of_step(weight)
-    sums = parts * of_x * 4 * (WARP_ROWS * config.row_warps + 4 + 1)
+    sums = 4 * of_x * (parts * (WARP_ROWS * config.row_warps + 4 + 1) + 1)
     return max(ring, sums)
 
 

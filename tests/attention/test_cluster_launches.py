@@ -11,7 +11,7 @@ from test_cluster_attention import CASES, OnFibers
 from graphdecode.kernels.attention.append_attention import append_attention_triton
 from graphdecode.kernels.attention.attention_records import AttentionOptions, QKNormRope
 from graphdecode.kernels.cuda import decode_attention as by_clusters
-from graphdecode.kernels.cuda.decode_attention import Limits, macros_of, serves, sizes_of
+from graphdecode.kernels.cuda.decode_attention import Limits, macros_of, served_sizes
 from graphdecode.kernels.cuda.nvrtc import compiled, unavailable_reason
 
 needs_nvrtc = pytest.mark.skipif(unavailable_reason() is not None, reason=str(unavailable_reason()))
@@ -40,8 +40,7 @@ def step(rows: int, heads: int, kv_heads: int, head_dim: int, kv_dtype: torch.dt
     ],
 )
 def test_blocks_fill_the_device_and_tiles_the_shared_memory(tensors: Any, limits: Limits, sizes: Any) -> None:
-    assert serves(**tensors, limits=limits)
-    found = sizes_of(tensors["out"], tensors["k_cache"], limits)
+    found = served_sizes(**tensors, limits=limits)
     assert found is not None
     assert (found.cluster, found.stages) == sizes
     assert found.shared_bytes <= limits.shared_bytes
@@ -61,8 +60,8 @@ def test_blocks_fill_the_device_and_tiles_the_shared_memory(tensors: Any, limits
     ids=["wide", "uneven", "17 heads", "int8", "float32", "not adjacent", "norm of all heads"],
 )
 def test_other_steps_are_left_to_triton(changed: dict[str, Any]) -> None:
-    assert serves(**step(1, 4, 2, 64), limits=H200)
-    assert not serves(**(step(1, 4, 2, 64) | changed), limits=H200)
+    assert served_sizes(**step(1, 4, 2, 64), limits=H200) is not None
+    assert served_sizes(**(step(1, 4, 2, 64) | changed), limits=H200) is None
 
 
 @needs_compiler
