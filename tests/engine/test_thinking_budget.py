@@ -15,12 +15,14 @@ END = (60, 62)
 
 @pytest.fixture(
     scope="module",
-    params=[{}, {"steps_per_launch": 5}, {"speculation": {"method": "ngram", "num_tokens": 3}}],
-    ids=["one step", "loops", "drafts"],
+    params=[({}, 0), ({"steps_per_launch": 5}, 1), ({"speculation": {"method": "ngram", "num_tokens": 3}}, 0), ({}, 1)],
+    ids=["one step", "loops and look-ahead", "drafts", "look-ahead"],
 )
 def llm(request: pytest.FixtureRequest) -> Iterator[LLM]:
-    with LLM("demo", dtype="float32", max_batch_size=4, max_sequence_length=128, **request.param) as engine:
-        yield engine
+    settings, lookahead = request.param
+    with LLM("demo", dtype="float32", max_batch_size=4, max_sequence_length=128, **settings) as llm:
+        llm.engine.loop.lookahead = lookahead
+        yield llm
 
 
 class Only(Constraint):
