@@ -35,6 +35,11 @@ class GrammarMasks:
         free = {row: each for row, each in enumerate(sequences) if may_be_masked(each) and is_free(each, window)}
         self.rows, self._free = _constrained(sequences, {*self._runner.step.guided_rows, *free}), [*free.values()]
 
+    @property
+    def may_change(self) -> bool:
+        """Whether `changes` may be true: no row is constrained by the host else."""
+        return bool(self.rows or self._free)
+
     def changes(self, window: int) -> bool:
         """Whether a free row is no longer free for `window` tokens, or a masked row has become free."""
         masked = (sequence for rows in self.rows.values() for _, sequence in rows)

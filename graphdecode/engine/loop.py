@@ -120,10 +120,12 @@ class EngineLoop:
         """Stage what has changed, and return what to launch; None if no row is left."""
         # the mask of a masked row depends on its last token, which the host has to read first: while there is such a
         # row, a launch is one step, and is read before the next one
-        window = self._mask_window
-        is_steady = self.scheduler.decoding == self._batch.sequences and not self.masks.changes(window)
+        is_steady = self.scheduler.decoding == self._batch.sequences
+        if is_steady and self.masks.may_change:
+            is_steady = not self.masks.changes(self._mask_window)
         has_masked_rows = bool(self.masks.rows)
         if not is_steady:
+            window = self._mask_window
             has_masked_rows = any(may_be_masked(each) and not is_free(each, window) for each in self.scheduler.decoding)
         num_steps = 1 if has_masked_rows else self.runner.steps_per_launch
         num_tokens = num_steps * self._most_queries
