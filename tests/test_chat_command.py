@@ -182,6 +182,27 @@ def test_spaces_and_joiners_of_all_scripts_are_shown_as_they_are(capsys, monkeyp
     assert capsys.readouterr().out == f"{plain}\\u202e\\x07\\ud800"
 
 
+@pytest.mark.parametrize(
+    ("is_terminal", "shown"),
+    [(True, "\x1b[2mLet me see.\x1b[0m\n\nIt is 2.\n"), (False, "It is 2.\n")],
+)
+def test_thoughts_are_dimmed_in_a_terminal_and_not_in_a_pipe(capsys, monkeypatch, is_terminal, shown):
+    monkeypatch.setattr("sys.stdout.isatty", lambda: is_terminal, raising=False)
+    text = WrappedText()
+    for piece, is_thought in (("Let me ", True), ("see.", True), ("It is ", False), ("2.", False)):
+        text.write(piece, is_thought=is_thought)
+    text.close()
+    assert capsys.readouterr().out == shown
+
+
+def test_a_thought_that_is_stopped_leaves_no_dimmed_terminal(capsys, monkeypatch):
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    text = WrappedText()
+    text.write("Let me", is_thought=True)
+    text.close()
+    assert capsys.readouterr().out == "\x1b[2mLet me\x1b[0m\n"
+
+
 def screen(text: str, width: int) -> list[str]:
     """What a terminal shows that knows line feeds, and how to go back and clear to the end of a line."""
     lines: list[list[str]] = [[]]

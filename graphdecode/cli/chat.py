@@ -11,6 +11,7 @@ import threading
 import time
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -58,7 +59,7 @@ Enter sends; Esc and then Enter, or Alt-Enter, begins another line; Up and Down 
 Ctrl-C stops the output. What is typed meanwhile is kept for the next line."""
 _LEAVE = ("exit", "quit")
 _PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
-_SAMPLING_OPTIONS = ("temperature", "top_k", "top_p", "min_p", *_PENALTIES, "seed", "stop")
+_SAMPLING_OPTIONS = ("temperature", "top_k", "top_p", "min_p", *_PENALTIES, "seed", "stop", "thinking_token_budget")
 _print_message = partial(print_message, style="dim")
 
 
@@ -139,7 +140,6 @@ class ChatSession:
             with typing_hidden():
                 answer(self._conversation, line)
         except KeyboardInterrupt:
-            print(flush=True)
             if len(self._conversation.messages) == messages_before:
                 _print_message("stopped before the first token; the message is dropped")
             else:
@@ -180,15 +180,14 @@ class ChatSession:
 
 def answer(conversation: Conversation, text: str) -> None:
     """Send a message, and print the output as it comes."""
+    from graphdecode.text.chat_formats import Content, Reasoning
+
     forgotten = conversation.num_forgotten
-    shown = WrappedText()
-    with contextlib.closing(conversation.say(text)) as pieces:
+    with contextlib.closing(WrappedText()) as shown, contextlib.closing(conversation.say(text)) as pieces:
         with prompt_progress(conversation):
-            first = next(pieces, "")
-        shown.write(first)
-        for piece in pieces:
-            shown.write(piece)
-    print(flush=True)
+            first = next(pieces, Content(""))
+        for piece in chain([first], pieces):
+            shown.write(piece.text, is_thought=isinstance(piece, Reasoning))
     limit, request = conversation.llm.capacity.token_limit, conversation.last
     if request is not None and request.outputs[0].finish_reason == "length":
         tokens = len(request.outputs[0].token_ids)
@@ -308,14 +307,10 @@ def _say(conversation: Conversation, messages: list[str], load_seconds: float) -
     """Print the output for each message, and one line of figures."""
     outputs: list[RequestOutput] = []
     ready = time.perf_counter()
-    try:
-        for message in messages:
-            if len(messages) > 1:
-                print(f">>> {message}", flush=True)
-            answer(conversation, message)
-            if conversation.last is not None:
-                outputs.append(conversation.last)
-    except KeyboardInterrupt:
-        print(flush=True)
-        raise
+    for message in messages:
+        if len(messages) > 1:
+            print(f">>> {message}", flush=True)
+        answer(conversation, message)
+        if conversation.last is not None:
+            outputs.append(conversation.last)
     print_message(run_summary(conversation.llm, outputs, load_seconds, time.perf_counter() - ready))

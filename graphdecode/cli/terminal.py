@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 _SILENT_SECONDS = 1.0  # before the progress of the prompt is shown
 _TAB = 8
+_DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
 _LONGEST_PERIOD = 64  # tokens
 _REPEATS, _REPEATED_TOKENS = 4, 48  # both at least
 _CONTROLS = ("Cc", "Cs")  # Unicode categories: control characters and surrogates
@@ -27,19 +28,35 @@ _DIRECTIONS = frozenset("\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
 
 
 class WrappedText:
-    """Prints text on standard output; in a terminal words are wrapped, and control characters are shown escaped."""
+    """Prints text on standard output; in a terminal words are wrapped, and control characters are shown escaped.
+
+    Thoughts are dimmed in a terminal, and left out elsewhere.
+    """
 
     def __init__(self) -> None:
         self._is_terminal = sys.stdout.isatty()
         self._column = 0
         self._word = ""  # the last word on this line; a word that fills a line does not count
+        self._has_begun = self._in_thought = False
 
-    def write(self, piece: str) -> None:
+    def write(self, piece: str, *, is_thought: bool = False) -> None:
         """Print a piece."""
+        self._has_begun = True
+        if is_thought and not self._is_terminal:
+            return
+        if is_thought != self._in_thought:
+            self._in_thought = is_thought
+            print(_DIM if is_thought else f"{_PLAIN}\n\n", end="")
+            self._column, self._word = 0, ""
         if self._is_terminal:
             width = shutil.get_terminal_size().columns
             piece = "".join(self._wrapped(character, width - 1) for character in piece)
         print(piece, end="", flush=True)
+
+    def close(self) -> None:
+        """End the line, if there is one."""
+        if self._has_begun:
+            print(_PLAIN * self._in_thought, flush=True)
 
     def _wrapped(self, character: str, limit: int) -> str:
         """Return the output for a character, with at most `limit` columns of a line used."""

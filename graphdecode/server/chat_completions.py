@@ -143,7 +143,7 @@ def prepared_chat(preprocessor: Preprocessor, body: ChatCompletion) -> Prepared:
     if wants_tools:
         chat_format = with_bare_calls(chat_format)
     rendered = rendered_chat(preprocessor, body, with_tools=wants_tools)
-    special_tokens = {} if chat_format is None else preprocessor.special_tokens(chat_format.markers)
+    special_tokens = {} if chat_format is None else preprocessor.input_processor.special_tokens(chat_format.markers)
     if special_tokens:
         params = params.unchecked(skip_special_tokens=False)
     thinking = None if chat_format is None else chat_format.thinking

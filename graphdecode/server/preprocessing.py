@@ -60,12 +60,6 @@ class Preprocessor:
         calls, thoughts = self.config.tool_call_parser, self.config.reasoning_parser
         return format_of(template, tool_call_parser=calls, reasoning_parser=thoughts)
 
-    def special_tokens(self, markers: Collection[str]) -> dict[str, int]:
-        """Return the special tokens within some markers, by their text."""
-        texts = self.input_processor.texts
-        special = {} if texts is None else texts.special
-        return {text: token for token, text in special.items() if text and any(text in each for each in markers)}
-
     def adapter_of(self, name: str | None) -> str | None:
         """Return the adapter that a model's name means; None: the base model."""
         return None if name == self.model_name else name

@@ -89,7 +89,7 @@ def render_chat(
             "set add_generation_prompt=False"
         )
     conversation = [_as_message(message, f"messages[{index}]") for index, message in enumerate(_listed(messages))]
-    template = _template_of(tokenizer, chat_template, tools)
+    template = template_of(tokenizer, chat_template, tools)
     conversation = [_with_thought(message, template) for message in conversation]
     variables = dict(chat_template_kwargs or {})
     if reserved := [name for name in variables if name in _ARGUMENTS]:
@@ -205,7 +205,8 @@ def check_parsers(tool_call_parser: str | None, reasoning_parser: str | None) ->
     format_of(None, tool_call_parser=tool_call_parser, reasoning_parser=reasoning_parser)
 
 
-def _template_of(tokenizer: Any, template: str | Path | None, tools: Sequence[Tool] | None) -> str:
+def template_of(tokenizer: Any, template: str | Path | None, tools: Sequence[Tool] | None) -> str:
+    """Return a chat template, or the tokenizer's own; raises `ArgumentError` if there is none."""
     if isinstance(template, Path):
         return read_template(template)
     if template is None and not tokenizer.chat_template:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Generator
+from dataclasses import replace
+from itertools import chain, repeat
 from pathlib import Path
 
 from graphdecode.engine import SamplingParams
 from graphdecode.errors import ArgumentError
 from graphdecode.text.arguments import LoRARequest
-from graphdecode.text.chat import RenderedChat, render_chat
+from graphdecode.text.chat import RenderedChat, render_chat, template_of
+from graphdecode.text.chat_formats import ChatFormat, Content, Reasoning, ReplyParser, format_of
+from graphdecode.text.chat_formats.thinking import opens_thought
 from graphdecode.text.llm import LLM
 from graphdecode.text.outputs import RequestOutput
 
@@ -49,27 +53,38 @@ class Conversation:
         self._template = chat_template
         self._lora_request = lora_request
 
-    def say(self, text: str) -> Generator[str, None, None]:
-        """Send a message, and yield the output piece by piece.
+    def say(self, text: str) -> Generator[Reasoning | Content, None, None]:
+        """Send a message, and yield the output piece by piece: reasoning and content, in the model's order.
 
         After `close()` on the iterator, or Ctrl-C, the conversation keeps the output so far; if there is none, the
         message is dropped, too. Raises `ArgumentError` if the message alone is too long, or the template refuses it.
         """
         self.messages.append({"role": "user", "content": text})
-        output, complete = "", False
+        reasoning, content, complete = "", "", False
         try:
             chat = self._fitting()
-            params = chat.ending(self._params)
+            params, chat_format = chat.ending(self._params), self._chat_format()
+            if self.llm.input_processor.special_tokens(chat_format.markers):
+                params = params.unchecked(skip_special_tokens=False)
+            thinking = chat_format.thinking
+            in_reasoning = thinking is not None and opens_thought(thinking, chat.text, begins_message=True)
+            parser = ReplyParser(chat_format, tools={}, in_reasoning=in_reasoning)
             prompt, lora_request = {"prompt_token_ids": chat.token_ids}, self._lora_request
             with self.llm.stream(prompt, params, lora_request=lora_request) as stream:
                 self.last = stream.request
-                for piece in stream:
-                    output += piece
-                    yield piece
+                for piece, final in chain(zip(stream, repeat(False)), [("", True)]):
+                    for event in parser.feed(piece, final=final):
+                        if isinstance(event, Reasoning):
+                            reasoning += event.text
+                            yield event
+                        elif isinstance(event, Content):
+                            content += event.text
+                            yield event
             complete = True
         finally:
-            if output or complete:
-                self.messages.append({"role": "assistant", "content": output})
+            if reasoning or content or complete:
+                thought = {"reasoning_content": reasoning} if reasoning else {}
+                self.messages.append({"role": "assistant", "content": content, **thought})
             else:
                 self.messages.pop()
 
@@ -82,6 +97,11 @@ class Conversation:
         """Return all messages from the one at `start` on, with the system message if there is one."""
         system = [] if self.system is None else [{"role": "system", "content": self.system}]
         return system + self.messages[start:]
+
+    def _chat_format(self) -> ChatFormat:
+        """Return how the model marks its thoughts."""
+        chat_format = format_of(template_of(self.llm.tokenizer, self._template, None))
+        return ChatFormat("content") if chat_format is None else replace(chat_format, calls=None)
 
     def _rendered(self, start: int) -> RenderedChat:
         return render_chat(self.llm.tokenizer, self.all_messages(start), chat_template=self._template)

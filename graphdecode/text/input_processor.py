@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -215,6 +215,11 @@ class InputProcessor:
     @cached_property
     def _reasoning(self) -> PromptReasoning | None:
         return reasoning_of(self._tokenizer, self._reasoning_parser)
+
+    def special_tokens(self, markers: Collection[str]) -> dict[str, int]:
+        """Return the special tokens within some markers, by their text."""
+        special = {} if self.texts is None else self.texts.special
+        return {text: token for token, text in special.items() if text and any(text in each for each in markers)}
 
     @cached_property
     def texts(self) -> TokenTexts | None:

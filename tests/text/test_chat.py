@@ -1,7 +1,7 @@
 """Conversations through a chat template: the prompt is transformers', the answer ends with the turn."""
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ from demo_copies import demo_copy
 from graphdecode import LLM, AsyncLLM, GraphdecodeError, SamplingParams
 from graphdecode.models import resolve_model_path
 from graphdecode.text import Conversation, load_tokenizer, render_chat
+from graphdecode.text.chat_formats import Content, Reasoning
 
 TEMPLATE = (
     "{% for message in messages %}[{{ message.role }}]{{ message.content }}{{ eos_token }}{% endfor %}"
@@ -207,11 +208,15 @@ def conversation(small_llm: LLM) -> Conversation:
     return Conversation(small_llm, sampling_params=PARAMS, chat_template=LINES)
 
 
+def said(pieces: Iterable[Reasoning | Content]) -> str:
+    return "".join(piece.text for piece in pieces)
+
+
 def test_the_next_turn_finds_the_turns_before_it_in_the_cache(conversation: Conversation) -> None:
     page = conversation.llm.config.page_size
     before = 0
     for number in range(5):
-        answer = "".join(conversation.say(f"number {number}: 1{number}+30="))
+        answer = said(conversation.say(f"number {number}: 1{number}+30="))
         assert conversation.last is not None
         assert conversation.messages[-1] == {"role": "assistant", "content": answer}
         prompt, cached = len(conversation.last.prompt_token_ids), conversation.last.metrics.num_cached_tokens
@@ -251,13 +256,13 @@ def test_an_answer_that_is_left_stays_as_far_as_it_came(conversation: Conversati
     pieces = conversation.say("rev abcdef=")
     begun = next(pieces)
     pieces.close()
-    assert conversation.messages[-1] == {"role": "assistant", "content": begun}
+    assert conversation.messages[-1] == {"role": "assistant", "content": begun.text}
     assert not conversation.llm.engine.has_work, "the request was given up"
-    assert "".join(conversation.say("12+30="))
+    assert said(conversation.say("12+30="))
 
 
 def test_reset_drops_all_messages(conversation: Conversation) -> None:
-    first = "".join(conversation.say("12+30="))
+    first = said(conversation.say("12+30="))
     conversation.reset()
     assert conversation.messages == []
-    assert "".join(conversation.say("12+30=")) == first
+    assert said(conversation.say("12+30=")) == first

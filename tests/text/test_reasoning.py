@@ -7,6 +7,8 @@ import pytest
 from demo_copies import demo_copy
 
 from graphdecode import LLM, SamplingParams, StructuredOutputsParams
+from graphdecode.text import Conversation
+from graphdecode.text.chat_formats import Content, Reasoning
 
 TURNS = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
 TEMPLATE = TURNS + (
@@ -58,3 +60,19 @@ def test_a_raw_prompt_that_ends_within_reasoning_has_the_budget_too(llm: LLM) ->
     for prompt in ("<think>abc", {"prompt_token_ids": list(b"<think>abc")}):
         (output,) = llm.generate([prompt], params, use_tqdm=False)
         assert output.outputs[0].text[2:].startswith("</think>")
+
+
+def test_a_conversation_keeps_thoughts_apart_from_answers(llm: LLM) -> None:
+    opening = TURNS + "{% if add_generation_prompt %}assistant: <think>\n{% endif %}{# </think> #}"
+    params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True, thinking_token_budget=5)
+    conversation = Conversation(llm, sampling_params=params, chat_template=opening)
+    pieces = list(conversation.say("417+385="))
+    thought, answer = ("".join(p.text for p in pieces if isinstance(p, kind)) for kind in (Reasoning, Content))
+    assert thought
+    assert answer
+    assert "think>" not in thought + answer
+    assert [type(piece) for piece in pieces] == sorted(
+        [type(piece) for piece in pieces], key=[Reasoning, Content].index
+    )
+    said = {"role": "assistant", "content": answer, "reasoning_content": thought}
+    assert conversation.messages == [{"role": "user", "content": "417+385="}, said]

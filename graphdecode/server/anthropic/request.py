@@ -7,12 +7,11 @@ from typing import Any
 
 from graphdecode.errors import shown
 from graphdecode.server.http import HttpError
-from graphdecode.server.protocol import Body, ChatCompletion, Listed, TranslatedChat
+from graphdecode.server.protocol import Body, Listed, TranslatedChat
 from graphdecode.server.translation import Turns, parts_of, string_in, translated, unsupported
 
 _BILLING = "x-anthropic-billing-header:"  # begins a block that is no instruction, and that differs between requests
 _TEXT_ONLY = "only text models are served"
-_BUDGET = "thinking_token_budget"
 
 
 class CountTokens(Body):
@@ -175,7 +174,7 @@ def _thinking(thinking: dict[str, Any] | None) -> dict[str, Any]:
     if not isinstance(budget, int) or isinstance(budget, bool) or budget < 1:
         message = f"thinking.budget_tokens must be an integer of at least 1, got {shown(budget)}"
         raise HttpError(400, message, param="thinking.budget_tokens")
-    return fields | ({_BUDGET: budget} if "thinking_token_budget" in ChatCompletion.model_fields else {})
+    return fields | {"thinking_token_budget": budget}
 
 
 def _output(config: dict[str, Any] | None) -> dict[str, Any]:
