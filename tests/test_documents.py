@@ -143,7 +143,7 @@ def test_commands_run(document: Path, command: str, folder_of: Callable[[Path], 
     skip_without_smollm2(command)
     if command.startswith("tools/") and not (ROOT / ".venv").exists():
         pytest.skip("would install an environment: run it by hand, or with .ci/run")
-    program, *arguments = shlex.split(command)
+    program, *arguments = shlex.split(command, comments=True)
     if program == "graphdecode":
         result = run_command(*arguments, folder=folder_of(document))
     else:
