@@ -23,7 +23,14 @@ class Reply(NamedTuple):
     calls: Sequence[tuple[str, Any]] = ()
 
 
-def replied(chat_format: ChatFormat, pieces: Sequence[str], tools: Mapping[str, Any], **options: Any) -> Reply:
+def replied(
+    chat_format: ChatFormat,
+    pieces: Sequence[str],
+    tools: Mapping[str, Any],
+    *,
+    checks_json: bool = True,
+    **options: Any,
+) -> Reply:
     """Return what the parser finds; the events must be in order, and their calls begun before they go on."""
     parser = ReplyParser(chat_format, tools=tools, **options)
     reasoning, content, names, arguments, ended = "", "", list[str](), list[str](), list[int]()
@@ -43,6 +50,5 @@ def replied(chat_format: ChatFormat, pieces: Sequence[str], tools: Mapping[str, 
                 assert isinstance(event, CallEnd)
                 ended.append(event.index)
     assert ended == list(range(len(names)))
-    return Reply(
-        reasoning, content, tuple((name, json.loads(text)) for name, text in zip(names, arguments, strict=True))
-    )
+    read = [json.loads(text) for text in arguments] if checks_json else arguments
+    return Reply(reasoning, content, tuple(zip(names, read, strict=True)))

@@ -48,6 +48,8 @@ _SERVER_OPTIONS = (
     "api_keys",
     "served_model_name",
     "chat_template",
+    "tool_call_parser",
+    "reasoning_parser",
     "cors_origins",
     "allowed_hosts",
     "log_requests",

@@ -28,6 +28,7 @@ THINKING = [
         ("</think>",),
         ("qwen3", "glm45", "glm47", "granite_thinking_parser", "nemotron_v3", "deepseek_v3", "kimi_k2"),
     ),
+    ThinkingFamily(_TAGS, ("<think>",)),
     ThinkingFamily(Thinking("<think>\n", "\n</think>\n\n", is_open=True), (), ("deepseek_r1",)),
 ]
 
