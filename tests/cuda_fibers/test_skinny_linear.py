@@ -5,7 +5,7 @@ import ctypes
 import pytest
 import torch
 from fibers import Order, build, needs_compiler
-from products import BFLOAT16, FLOAT16, Case, assert_near, launch
+from product_cases import BFLOAT16, FLOAT16, Case, assert_near, launch
 from tiled_weights import FORMATS
 
 from graphdecode.kernels.linear.code_words import CODES, values_of

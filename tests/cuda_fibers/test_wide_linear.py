@@ -3,7 +3,7 @@
 import pytest
 import torch
 from fibers import Order, needs_compiler
-from products import BFLOAT16, FLOAT16, Case, assert_near, launch
+from product_cases import BFLOAT16, FLOAT16, Case, assert_near, launch
 from tiled_weights import FORMATS
 
 from graphdecode.kernels.linear.wide_linear import WideConfig
