@@ -5,12 +5,12 @@ import json
 import platform
 import tempfile
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -22,9 +22,11 @@ from graphdecode.kernels.linear.small_linear import KINDS, MOST_ROWS, SmallLinea
 from graphdecode.kernels.linear.wide_linear import MOST_ROWS as WIDE_ROWS
 from graphdecode.kernels.native.instructions import instructions
 from graphdecode.kernels.native.private_folder import cache_folder
+from graphdecode.linear.layer_timing import fastest_layer
 from graphdecode.linear.small_linear_timing import (
     FusedForm,
     GraphClock,
+    LayerProduct,
     TiledOperand,
     fastest_product,
     fastest_tiled,
@@ -146,10 +148,44 @@ class LinearChoice:
         return fields | ({} if self.config is None else {"config": str(self.config)})
 
 
-class LinearTuner:
-    """Times the products of a weight on a GPU, once per device, shape, dtype and batch size.
+class Choices(Mapping[int, LinearChoice]):
+    """The choices of a weight by number of rows, as they are now: the contest of a layer may change them.
 
-    `cache`: the cache on disk; None: choices are kept only in this object.
+    Args:
+        known: choices by key.
+        keys: by number of rows.
+    """
+
+    def __init__(self, known: Mapping[str, LinearChoice], keys: Mapping[int, str]) -> None:
+        self._known, self._keys = known, keys
+
+    def __getitem__(self, rows: int) -> LinearChoice:
+        return self._known[self._keys[rows]]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._keys)
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def __or__(self, other: "Choices") -> "Choices":
+        """Return both weights' choices, of the same tuner."""
+        return Choices(self._known, {**self._keys, **other._keys})
+
+
+class _Measured(NamedTuple):
+    """A product that was measured by itself, and waits for the contest of its layer."""
+
+    key: str
+    product: LayerProduct
+    path: str  # if it is not left to cuBLAS
+    times: Mapping[str, float]  # see `LinearChoice.among`
+
+
+class LinearTuner:
+    """Times the products of a weight on a GPU, once per device, shape, dtype and batch size; then each layer whole.
+
+    A layer ends where a product comes again. `cache`: the cache on disk; None: choices are kept only in this object.
     """
 
     def __init__(self, cache: ChoiceCache | None = None) -> None:
@@ -158,6 +194,7 @@ class LinearTuner:
         self._counters: dict[torch.device, Tensor] = {}
         self._scratch: dict[tuple[torch.device, torch.dtype], Tensor] = {}
         self._clock: GraphClock | None = None
+        self._layers: dict[int, list[_Measured]] = {}  # by rows, in the order of their contests
 
     @cached_property
     def _software(self) -> str:
@@ -186,15 +223,14 @@ class LinearTuner:
         bias: Tensor | None,
         batch_sizes: tuple[int, ...],
         fused: FusedForm = FusedForm(),  # noqa: B008 (immutable)
-    ) -> dict[int, LinearChoice]:
+    ) -> Choices:
         """Return the fastest product on a GPU for each batch size: cuBLAS, or a configuration of `small_linear`.
 
         More than 64 rows, and weights below 1 MiB (read faster than launched), are left to cuBLAS. `fused`: what the
         step fuses with the product.
         """
-        if weight.nbytes < _LEAST_BYTES:
-            return {}
-        return {rows: self._choice(weight, bias, rows, fused) for rows in batch_sizes if rows <= MOST_ROWS}
+        few = [rows for rows in batch_sizes if rows <= MOST_ROWS] if weight.nbytes >= _LEAST_BYTES else []
+        return Choices(self._choices, {rows: self._key_of(weight, bias, rows, fused) for rows in few})
 
     def choose_tiled(
         self,
@@ -203,16 +239,17 @@ class LinearTuner:
         batch_sizes: tuple[int, ...],
         fused: FusedForm,
         triton_config: Callable[[int], SmallLinearConfig],
-    ) -> dict[int, LinearChoice]:
+    ) -> Choices:
         """Return the faster product of a quantized weight on a GPU for each batch size: Triton's, or CUDA C++.
 
         For batch sizes that CUDA C++ has no kernel for, or without NVRTC, there is no choice. `triton_config`: Triton's
         configuration by rows.
         """
         if unavailable_reason() is not None or weight.device.type != "cuda" or weight.nbytes < _LEAST_BYTES:
-            return {}
+            return Choices(self._choices, {})
         few = [rows for rows in batch_sizes if rows <= WIDE_ROWS]
-        return {rows: self._choice(weight, bias, rows, fused, triton_config(rows)) for rows in few}
+        keys = {rows: self._key_of(weight, bias, rows, fused, triton_config(rows)) for rows in few}
+        return Choices(self._choices, keys)
 
     def choose_dequantized(
         self,
@@ -220,43 +257,67 @@ class LinearTuner:
         batch_sizes: tuple[int, ...],
         fused: FusedForm,
         triton_config: Callable[[int], SmallLinearConfig],
-    ) -> dict[int, LinearChoice]:
+    ) -> Choices:
         """Return the faster product of a quantized weight and many rows: over tiles, or dequantized first.
 
         Measured are the batch sizes above 64, up to 512, and some numbers of rows of prompts. `weight` has scratch.
         """
         if weight.nbytes < _LEAST_BYTES:
-            return {}
+            return Choices(self._choices, {})
         rows_of_steps = {rows for rows in batch_sizes if MOST_ROWS < rows <= max(_MANY_ROWS)}
         row_counts = sorted(rows_of_steps.union(_MANY_ROWS))
-        return {rows: self._choice(weight, None, rows, fused, triton_config(rows)) for rows in row_counts}
+        keys = {rows: self._key_of(weight, None, rows, fused, triton_config(rows)) for rows in row_counts}
+        return Choices(self._choices, keys)
 
-    def _choice(
+    def _key_of(
         self,
         weight: Tensor | TiledOperand,
         bias: Tensor | None,
         rows: int,
         fused: FusedForm,
         triton_config: SmallLinearConfig | None = None,
-    ) -> LinearChoice:
-        """Return the choice for a number of rows: known, from the cache on disk, or measured."""
+    ) -> str:
+        """Return the key of the choice for a number of rows: known, from the cache on disk, or measured."""
         shape = "x".join(map(str, weight.shape))
         layer = f"linear {shape} {str(weight.dtype)[6:]} {'no ' if bias is None else ''}bias, rows {rows}"
         if isinstance(weight, TiledOperand):
             layer = f"{layer}, {' '.join(map(str, weight.tiles.layout))}"
         step = f"{'norm, ' * fused.is_normed}{fused.epilogue}"
         key = f"{layer} | {step} | {processor_name(weight.device)} | {self._software}"
-        if key not in self._choices:
-            choice = None if self._cache is None else LinearChoice.from_dict(self._cache.get(key))
-            if choice is None:
-                choice = self._measured(weight, bias, rows, fused, triton_config)
-                if self._cache is not None and choice.us is not None:
-                    self._cache.put(key, asdict(choice))
+        if key in self._choices:
+            self._end_layer(rows)
+            return key
+        choice = None if self._cache is None else LinearChoice.from_dict(self._cache.get(key))
+        if choice is None:
+            self._keep(key, self._measured(key, weight, bias, rows, fused, triton_config))
+        else:
             self._choices[key] = choice
-        return self._choices[key]
+        return key
+
+    def _keep(self, key: str, choice: LinearChoice) -> None:
+        self._choices[key] = choice
+        if self._cache is not None and choice.us is not None:
+            self._cache.put(key, asdict(choice))
+
+    def _end_layer(self, rows: int) -> None:
+        """Let the products that were measured for these rows compete as a layer, and keep what is fastest there."""
+        measured = self._layers.pop(rows, [])
+        if len(measured) < 2 or self._clock is None:
+            return
+        try:
+            configs, _ = fastest_layer([each.product for each in measured], self._clock)
+        except Exception as error:  # such as out of memory: each has its own choice already
+            message = f"a layer of {rows} rows could not be timed: {type(error).__name__}: {error}"
+            warnings.warn(message, RuntimeWarning, stacklevel=2)
+            return
+        for each, config in zip(measured, configs, strict=True):
+            if config != each.product.config:
+                nbytes = each.product.contest.weight.nbytes
+                self._keep(each.key, LinearChoice.among(each.path, config, each.times, nbytes))
 
     def _measured(
         self,
+        key: str,
         weight: Tensor | TiledOperand,
         bias: Tensor | None,
         rows: int,
@@ -275,8 +336,8 @@ class LinearTuner:
             message = f"linear paths for {rows} rows could not be timed: {type(error).__name__}: {error}"
             warnings.warn(message, RuntimeWarning, stacklevel=2)
             return LinearChoice("plain" if triton_config is None else "tiles", triton_config)
-        if isinstance(weight, Tensor):
-            path = "plain" if config is None else "small"
-        else:
-            path = DEQUANTIZED if config is None else "tiles"
-        return LinearChoice.among(path, config, times, weight.nbytes)
+        path, without = ("small", "plain") if isinstance(weight, Tensor) else ("tiles", DEQUANTIZED)
+        product = None if self._clock is None else self._clock.last.pop(rows, None)
+        if product is not None and rows <= MOST_ROWS:
+            self._layers.setdefault(rows, []).append(_Measured(key, product, path, times))
+        return LinearChoice.among(without if config is None else path, config, times, weight.nbytes)

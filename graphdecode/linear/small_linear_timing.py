@@ -59,10 +59,12 @@ class GraphClock:
         units: multiprocessors of the device.
         has_pdl: whether kernels support programmatic dependent launch.
         before: by rows, the product that was chosen last.
+        last: by rows, the same with the kernels that may take its place in a layer.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.before: dict[int, PrecedingProduct] = {}
+        self.last: dict[int, LayerProduct] = {}
         self.units = torch.cuda.get_device_properties(device).multi_processor_count
         self.has_pdl = has_early_start(device)
         self._device = device
@@ -199,10 +201,19 @@ class Contest:
         self._run(self.calls(first)[:1])
         self._expected = self._outs[0].clone()
 
+    @property
+    def weight(self) -> Tensor | TiledOperand:
+        """The weight itself, not a copy."""
+        return self._weights[0]
+
+    def write_norm(self) -> None:
+        """Launch a norm of the activations."""
+        rms_norm(self._x, self._source, self._gain, _EPS)
+
     def _write_activations(self) -> None:
         """Launch what comes before the product: the product that feeds it, or a norm in the place of attention."""
         if self._before is None:
-            rms_norm(self._x, self._source, self._gain, _EPS)
+            self.write_norm()
         else:
             self._before()
 
@@ -250,8 +261,16 @@ class Contest:
         """
         del self._weights[1:], self._outs[1:]
         self._before = None
-        call = partial(self._launch, self._outs[0], self._weights[0], config, self._counters(config))
-        return PrecedingProduct(call, self._residual.shape[1], self._fused.epilogue != "store")
+        return self.preceding(config)
+
+    def call_of(self, weight: Tensor | TiledOperand, config: SmallLinearConfig | None) -> Callable[[], None]:
+        """Return the launch of the product with a weight of the same shape, without what comes before it."""
+        return partial(self._launch, self._outs[0], weight, config, self._counters(config))
+
+    def preceding(self, config: SmallLinearConfig | None) -> PrecedingProduct:
+        """Return the product as what comes before another one."""
+        call, is_input = self.call_of(self.weight, config), self._fused.epilogue != "store"
+        return PrecedingProduct(call, self._residual.shape[1], is_input)
 
     def _write_with_cublas(self, out: Tensor, weight: Tensor | TiledOperand) -> None:
         x, epilogue = self._x, self._fused.epilogue
@@ -293,6 +312,14 @@ class Contest:
         return None
 
 
+class LayerProduct(NamedTuple):
+    """A product whose contest is over, as a part of its layer."""
+
+    contest: Contest
+    config: SmallLinearConfig | None  # the fastest by itself; None: cuBLAS
+    kinds: tuple[SmallLinearConfig, ...]  # the fastest of each kernel, with and without an early start
+
+
 class Race:
     """Times candidates of a contest; one that fails or gives a wrong result is left out with a warning.
 
@@ -331,6 +358,14 @@ class Race:
         """Return the candidates, the fastest first."""
         return sorted(self.seconds, key=self.seconds.__getitem__)
 
+    def end(self, rows: int, winner: SmallLinearConfig | None) -> None:
+        """Leave the winner to the contests of the next products, and of the layer."""
+        kinds: dict[tuple[str, bool], SmallLinearConfig] = {}
+        for config in self.best():
+            kinds.setdefault((config.kind, config.pdl), config)
+        self._clock.before[rows] = self._contest.chosen(winner)
+        self._clock.last[rows] = LayerProduct(self._contest, winner, tuple(kinds.values()))
+
 
 def fastest_product(
     weight: Tensor,
@@ -359,7 +394,7 @@ def fastest_product(
     winner = next(iter(race.best()), None)
     if winner is not None and race.seconds[winner] * _CUBLAS_MARGIN > cublas_s:
         winner = None
-    clock.before[rows] = contest.chosen(winner)
+    race.end(rows, winner)
     return winner, times
 
 
@@ -381,5 +416,5 @@ def fastest_tiled(
         times["dequantized"] = race.product_seconds(None)
         if winner not in race.seconds or race.seconds[winner] > times["dequantized"] * _CUBLAS_MARGIN:
             winner = None
-    clock.before[rows] = contest.chosen(winner)
+    race.end(rows, winner)
     return winner, times

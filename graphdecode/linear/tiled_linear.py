@@ -18,7 +18,7 @@ from graphdecode.kernels.linear.tiled_linear import tiled_linear
 from graphdecode.kernels.linear.weight_tiles import WeightTiles, columns_of, moved_tiles
 from graphdecode.kernels.model.act_mul import ACTIVATIONS, act_mul
 from graphdecode.kernels.native.optional_triton import has_early_start
-from graphdecode.linear.linear_choice import DEQUANTIZED, LinearChoice
+from graphdecode.linear.linear_choice import DEQUANTIZED, Choices, LinearChoice
 from graphdecode.linear.quantization.quantized_weight import QuantizedWeight
 from graphdecode.linear.quantized_linear import Int8Linear, QuantizedLinear
 from graphdecode.linear.small_linear_timing import FusedForm, TiledOperand
@@ -76,14 +76,15 @@ class TiledLinear(QuantizedLinear):
         tuner, config = options.tuner, partial(self._config, is_normed=self.fused_form.is_normed)
         largest = max(self.parts, key=lambda part: part.words.shape[1])
         operand = TiledOperand(largest, self.in_features, options.dtype)
-        choices: dict[int, LinearChoice] = {}
+        choices: Choices | None = None
         if len(self.parts) == 1 and self.order is None:
-            choices |= tuner.choose_tiled(operand, self.bias, options.batch_sizes, options.fused, config)
+            choices = tuner.choose_tiled(operand, self.bias, options.batch_sizes, options.fused, config)
         scratch = tuner.scratch(options.device, options.dtype)
         if scratch is not None and scratch.numel() >= self.in_features:
             operand = operand._replace(scratch=scratch)
-            choices |= tuner.choose_dequantized(operand, options.batch_sizes, options.fused, config)
-        return replace(self, choices=choices, scratch=scratch)
+            many = tuner.choose_dequantized(operand, options.batch_sizes, options.fused, config)
+            choices = many if choices is None else choices | many
+        return replace(self, choices=choices or {}, scratch=scratch)
 
     def apply(self, out: Tensor, x: Tensor) -> None:
         x = x if self.order is None else torch.index_select(x, 1, self.order)

@@ -41,6 +41,7 @@ class StandInClock:
         self._seconds = seconds
         self.has_pdl = has_pdl
         self.before = {}
+        self.last = {}
         self.timed = []
 
     def seconds(self, calls):

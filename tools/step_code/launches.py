@@ -295,6 +295,10 @@ def _pretended(gpu: Gpu, product_us: Callable[[Launch], float]) -> Iterator[None
         }
         return min(configs, key=lambda config: times[str(config)]), {"plain": math.inf, **times}
 
+    def over_tiles(weight: Any, bias: Any, rows: int, clock: Any, fused: FusedForm, first: Any) -> tuple[Any, dict]:
+        """Model no other product of a quantized weight than that over tiles."""
+        return first, {str(first): 1.0}
+
     def nothing(*_: Any) -> None:
         """No clock, and no cache of choices."""
 
@@ -314,6 +318,7 @@ def _pretended(gpu: Gpu, product_us: Callable[[Launch], float]) -> Iterator[None
         for name, replacement in cuda.items():
             held.enter_context(mock.patch.object(torch.cuda, name, replacement))
         held.enter_context(mock.patch.object(linear_choice, "fastest_product", fastest))
+        held.enter_context(mock.patch.object(linear_choice, "fastest_tiled", over_tiles))
         held.enter_context(mock.patch.object(linear_choice, "GraphClock", nothing))
         held.enter_context(mock.patch.object(linear_choice, "unavailable_reason", return_value="is not modelled"))
         held.enter_context(mock.patch.object(compute, "ChoiceCache", nothing))
