@@ -7,7 +7,9 @@ from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
+from graphdecode.server.anthropic.request import Messages
 from graphdecode.server.protocol import Body, ChatCompletion, Completion, Detokenize, Tokenize
+from graphdecode.server.responses.request import Responses
 
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}="
 GOOD: dict[str, tuple[type[Body], dict[str, object]]] = {
@@ -16,6 +18,8 @@ GOOD: dict[str, tuple[type[Body], dict[str, object]]] = {
         ChatCompletion,
         {"messages": [{"role": "user", "content": "12+30"}], "chat_template": TEMPLATE, "max_tokens": 8},
     ),
+    "/v1/messages": (Messages, {"messages": [{"role": "user", "content": "12+30"}], "max_tokens": 8}),
+    "/v1/responses": (Responses, {"input": "12+30", "max_output_tokens": 8}),
     "/tokenize": (Tokenize, {"prompt": "12+30="}),
     "/detokenize": (Detokenize, {"tokens": [1, 2, 3]}),
 }
@@ -43,7 +47,7 @@ class MutatedRequest(NamedTuple):
 
 def mutated_request(seed: int) -> MutatedRequest:
     draw = random.Random(seed)
-    path = draw.choice([*GOOD, *list(GOOD)[:2]])
+    path = draw.choice([*GOOD, *list(GOOD)[:4]])
     kind, good = GOOD[path]
     fields = {name: json.dumps(value) for name, value in good.items()}
     if draw.random() < 0.6:  # every type and the model are right, so that what is behind them is asked
@@ -179,6 +183,8 @@ def fits(kind: type[Body], fields: dict[str, str]) -> bool:
 
 def plausible(name: str, draw: random.Random) -> str:
     """Return a value that a field may take, for other reasons to refuse it than its type."""
+    if name in ("input", "system", "text", "thinking", "reasoning", "output_config") or draw.random() < 0.2:
+        return parts_of_agents(draw)
     if name in ("messages", "tools", "chat_template_kwargs", "stream_options", "tool_choice"):
         part = draw.choice(
             ['"12+30"', '[{"type":"text","text":"12+30"}]', "null", '[{"type":"image_url"}]', "[]", '""']
@@ -199,6 +205,22 @@ def plausible(name: str, draw: random.Random) -> str:
         bias = ",".join(f'"{token}":{draw.choice(SMALL + ["1e30", "-1e30", "NaN"])}' for token in tokens)
         return draw.choice([json.dumps(tokens), f"{{{bias}}}"])
     return draw.choice([*SMALL, "true", "false"])
+
+
+def parts_of_agents(draw: random.Random) -> str:
+    """Return what the bodies of the two APIs of agents are made of."""
+    kinds = "text input_text thinking tool_use tool_result document image message reasoning function any enabled"
+    kinds += " function_call function_call_output custom custom_tool_call item_reference namespace json_schema"
+    names = "role content text thinking input output arguments name call_id id tool_use_id summary source data effort"
+    names += " budget_tokens format schema tools namespace encrypted_content parameters input_schema"
+
+    def part(depth: int) -> str:
+        values = [value("", draw, 3), '"user"', '"assistant"', '"{}"', "{}", '"low"', '"graphdecode:AAA"']
+        inner = [part(depth - 1), f"[{part(depth - 1)},{part(depth - 1)}]"] if depth else []
+        pairs = [f'"{name}":{draw.choice([*values, *inner])}' for name in draw.sample(names.split(), 4)]
+        return "{" + ",".join([f'"type":"{draw.choice(kinds.split())}"', *pairs]) + "}"
+
+    return draw.choice([part(2), f"[{part(2)}]", f"[{part(1)},{part(2)},{part(1)}]"])
 
 
 def value(name: str, draw: random.Random, depth: int = 0) -> str:

@@ -15,6 +15,7 @@ from graphdecode.server.http import HANDLERS
 from graphdecode.server.model_pool import ModelPool, PooledModel
 from graphdecode.server.ollama import tag
 from graphdecode.server.replicas.front import merged
+from graphdecode.server.responses.routes import response_routes
 
 
 def make_door(pool: ModelPool, api_keys: list[str], version: str) -> Starlette:
@@ -65,6 +66,7 @@ def make_door(pool: ModelPool, api_keys: list[str], version: str) -> Starlette:
         Route("/api/version", get_version),
         Route("/metrics", metrics),
         Route("/load", load),
+        *response_routes(pool.responses),
         *page_routes(),
         Mount("", pool),
     ]

@@ -20,6 +20,7 @@ from graphdecode.errors import GraphdecodeError, shown
 from graphdecode.memory.available import host_memory
 from graphdecode.server.fair_queue import RETRY_AFTER
 from graphdecode.server.http import LARGE_BYTES, Bodies, HttpError, unless_disconnected
+from graphdecode.server.responses.store import ResponseStore
 from graphdecode.server.service import Service
 
 WAITED_HEADER = b"x-graphdecode-load-seconds"  # of a response whose request waited for its model
@@ -111,6 +112,7 @@ class ModelPool:
         self.config, self._make_app = config, make_app
         self._first = models[0]
         self._bodies = Bodies(config)
+        self.responses = ResponseStore(config.max_stored_responses, config.max_stored_bytes)
         self._changing = asyncio.Lock()  # held while a model comes or goes
         self._draining = False
         self._expiring: asyncio.Task[None] | None = None
@@ -226,6 +228,7 @@ class ModelPool:
                 try:
                     model.service = await self._started(model)
                     model.service.draining = self.draining
+                    model.service.responses = self.responses  # they stay when the model leaves
                     model.app = self._make_app(model.service)
                 except BaseException:
                     model.state, model.service = "unloaded", None

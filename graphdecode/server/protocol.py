@@ -46,6 +46,7 @@ _TYPES: dict[Any, str] = {  # pydantic's names of the types that a field may hav
     "list[int]": "an array of integers",
     "list[list[int]]": "an array of arrays of integers",
     "dict[str,any]": "an object",
+    "list[dict[str,any]]": "an array of objects",
     "literal['none','auto','required']": "'none', 'auto' or 'required'",
 }
 MAX_ID_LENGTH = 256  # characters of a request's id

@@ -44,8 +44,8 @@ class CountTokens(Body):
                 turns.system(text)
         for index, message in enumerate(self.messages):
             _add_message(turns, message, f"messages[{index}]")
-        if not self.messages:
-            raise HttpError(400, "messages must have at least one message", param="messages")
+        if not turns.messages or not self.messages:
+            raise HttpError(400, "messages must have at least one message with content", param="messages")
         fields = {"messages": turns.messages} | _choice(self.tool_choice) | _output(self.output_config) | others
         if self.tools:
             fields["tools"] = [_function(tool, f"tools[{index}]") for index, tool in enumerate(self.tools)]

@@ -267,9 +267,13 @@ def prepared_response(
     items = body.items({item_id: json.loads(data) for item_id, data in known.referred.items()})
     before = [json.loads(item.data) for response in known.history for item in response.items]
     prepared = prepared_chat(preprocessor, body.as_chat([*before, *items]))
+    try:
+        echo, stored = as_json(body.echo()), [_stored(item) for item in items]
+    except ValueError as error:  # NaN
+        raise HttpError(400, f"the body cannot be repeated as JSON: {error}") from error
     about = AboutResponse(
-        as_json(body.echo()),
-        [_stored(item) for item in items],
+        echo,
+        stored,
         body.callable_tools(),
         body.previous_response_id,
         body.store is not False,
