@@ -241,7 +241,8 @@ def test_what_is_for_one_model_is_refused_with_several(tmp_path: Path, options: 
 
 
 def test_a_server_of_two_models_answers_with_the_one_that_is_named(tmp_path: Path) -> None:
-    other = demo_copy(tmp_path / "other")
+    template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    other = demo_copy(tmp_path / "other", tokenizer_config={"chat_template": template})
     settings = tmp_path / "server.toml"
     settings.write_text('[server]\napi_keys = ["secret"]\n')
     sizes = ("--max-batch-size", "2", "--max-sequence-length", "64", "--max-models", "1", "--config", str(settings))
@@ -265,9 +266,13 @@ def test_a_server_of_two_models_answers_with_the_one_that_is_named(tmp_path: Pat
             assert answered("other") == ("other", "802", True)
             assert answered("other") == ("other", "802", False)
             assert states() == {"demo": "unloaded", "other": "loaded"}
+            stored = http.post("/v1/responses", json={"model": "other", "input": "417+385=", "max_output_tokens": 16})
+            assert stored.status_code == 200, stored.text
             assert answered("demo") == ("demo", "802", True)
             assert states() == {"demo": "loaded", "other": "unloaded"}
             assert http.get("/v1/models/demo").json()["max_model_len"] == 64
+            assert http.get(f"/v1/responses/{stored.json()['id']}").json() == stored.json()  # its model has gone
+            assert states() == {"demo": "loaded", "other": "unloaded"}
             assert [each["name"] for each in http.get("/api/tags").json()["models"]] == ["demo", "other"]
             assert [each["name"] for each in http.get("/api/ps").json()["models"]] == ["demo"]
             asked = {"model": "demo:latest", "prompt": "417+385=", "options": {"temperature": 0, "num_predict": 4}}
