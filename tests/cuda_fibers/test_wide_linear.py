@@ -62,7 +62,7 @@ def test_every_format_is_multiplied_as_it_is_stored(name: str) -> None:
         assert_near(out, wanted, EVERY_FORMAT[name].dtype)
 
 
-@pytest.mark.parametrize("name", ["cluster", "gate", pytest.param("int4", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["cluster", "gate", pytest.param("plain", marks=pytest.mark.slow)])
 def test_each_call_that_orders_is_missed_when_it_is_left_out(name: str) -> None:
     sites = [site for site in launch(CASES[name])[0].sites if site.order != Order.WAIT]  # of a chain: below
     assert {Order.ASYNC_WAIT, Order.NAMED_BARRIER, Order.BLOCK_BARRIER} <= {site.order for site in sites}

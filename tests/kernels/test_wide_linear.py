@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from products_of_8b import ARCHITECTURES, BFLOAT16, PRODUCTS, TILES, needs_nvrtc, operands
 
 from graphdecode.kernels.cuda.nvrtc import compiled
 from graphdecode.kernels.linear import skinny_linear, wide_linear
+from graphdecode.kernels.linear import small_linear as small_linear_module
 from graphdecode.kernels.linear.skinny_linear import columns
 from graphdecode.kernels.linear.small_linear import SmallLinearConfig, skinny_candidates, small_linear
 from graphdecode.kernels.linear.weight_tiles import WeightTiles
@@ -104,6 +108,21 @@ def test_a_configuration_of_many_rows_is_that_of_this_kernel() -> None:
     assert torch.equal(out[:64], x[:64] @ weight.T)
     with pytest.raises(ValueError, match="65 rows"):
         small_linear(out, x, weight, None, None, config)
+
+
+def test_candidates_name_the_launches_of_many_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (small_linear_module, skinny_linear):
+        monkeypatch.setattr(module, "unavailable_reason", lambda: None)
+    monkeypatch.setattr(small_linear_module, "unknown_reason", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(GpuLimits, "of", lambda _: LIMITS["sm_90a"])
+    x, weight = torch.zeros(40, 4096, dtype=BFLOAT16), torch.zeros(512, 4096, dtype=BFLOAT16)
+    on_gpu: Any = SimpleNamespace(
+        is_cuda=True, device=x.device, dtype=x.dtype, shape=x.shape, stride=x.stride, data_ptr=x.data_ptr
+    )
+    found = skinny_candidates(on_gpu, weight, True)
+    assert [config.skinny for config in found] == wide_configs(weight, 40, True, LIMITS["sm_90a"])
+    assert {(config.kind, config.block_m, config.counters(40, 512)) for config in found} == {("skinny", 48, 0)}
 
 
 @pytest.mark.gpu
