@@ -21,6 +21,12 @@ TEMPLATE = """\
 {% endfor %}{% if add_generation_prompt %}{% if messages[-1]['role'] == 'tool' %}<|result|>
 {%- elif tools %}<|tools|>{% else %}<|chat|>{% endif %}{% endif %}"""
 
+# the same with a model that thinks where it is asked to
+THINKING_ANSWERS = {**ANSWERS, "<|thought|>": ("<think>", "\nHm, ", "well.", "\n</think>", "\n\nYes.")}
+THINKING_TEMPLATE = "{# <think> </think> #}" + TEMPLATE.replace(
+    "{% if messages[-1]", "{% if enable_thinking %}<|thought|>{% elif messages[-1]"
+)
+
 
 def save_chain_model(folder: Path, answers: Mapping[str, Sequence[str]] = ANSWERS, template: str = TEMPLATE) -> Path:
     """Save a model that plays the answer whose first token the chat template writes at the end of a prompt."""

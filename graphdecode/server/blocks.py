@@ -12,6 +12,7 @@ from graphdecode.server.http import typed_events
 from graphdecode.server.reply import Delta, Prepared, Reply
 from graphdecode.server.service import Service
 from graphdecode.text.chat_formats import CallArguments, CallEnd, CallStart, Content, Reasoning, ReplyEvent
+from graphdecode.text.chat_formats.thought_tokens import ThoughtTokens
 from graphdecode.text.input_processor import ParentRequest
 
 BlockKind = Literal["reasoning", "text", "call"]
@@ -50,7 +51,14 @@ class BlocksReply(Reply):
         self._parser = prepared.parser(parents[0])
         self._open: ReplyBlock | None = None  # the last block, while it goes on
         self._scores: list[dict[str, Any]] = []  # log-probabilities of tokens whose text has not come yet
-        self.num_reasoning_tokens = 0
+        self._thoughts: ThoughtTokens | None = None
+        if (chat_format := prepared.chat_format) is not None and chat_format.thinks:
+            self._thoughts = ThoughtTokens(chat_format, self._texts.bytes_of, in_reasoning=prepared.in_reasoning)
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        """Tokens of thoughts so far."""
+        return 0 if self._thoughts is None else self._thoughts.count(self.cursor.state.output.token_ids)
 
     @abstractmethod
     def begun(self, block: ReplyBlock) -> list[dict[str, Any]]:
@@ -99,10 +107,7 @@ class BlocksReply(Reply):
                     events += self._grow(piece)
                 case CallEnd():
                     events += self._close(is_cut=is_cut and number == len(parsed))
-        kind = None if self._open is None else self._open.kind
-        if kind == "reasoning":
-            self.num_reasoning_tokens += len(delta.token_ids)
-        if kind != "text":
+        if self._open is None or self._open.kind != "text":
             self._scores = []  # of thoughts and calls
         return events + (self._close(is_cut=is_cut) if final else [])
 

@@ -8,7 +8,7 @@ from typing import Any
 import httpx2 as httpx
 import jsonschema
 import pytest
-from chain_model import save_chain_model
+from chain_model import THINKING_ANSWERS, THINKING_TEMPLATE, save_chain_model
 from served import Served, serving
 
 from graphdecode.server.anthropic.request import CountTokens, Messages
@@ -39,7 +39,7 @@ def check_type(data: dict[str, Any], name: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    model = save_chain_model(tmp_path_factory.mktemp("chain"))
+    model = save_chain_model(tmp_path_factory.mktemp("chain"), THINKING_ANSWERS, THINKING_TEMPLATE)
     options = f"--served-model-name chain --api-key {KEY} --max-batch-size 8 --max-sequence-length 256"
     with serving(*options.split(), model=str(model)) as server:
         yield server
@@ -83,11 +83,15 @@ def put_together(events: list[dict[str, Any]]) -> dict[str, Any]:
             texts[index] = ""
         elif event["type"] == "content_block_delta":
             (value,) = (value for name, value in event["delta"].items() if name != "type")
-            texts[index] += value
+            if event["delta"]["type"] == "signature_delta":
+                content[index]["signature"] = value
+            else:
+                texts[index] += value
         else:
             assert index == len(content) - 1
             block = content[index]
-            block |= {"input": json.loads(texts[index])} if block["type"] == "tool_use" else {"text": texts[index]}
+            value = json.loads(texts[index]) if block["type"] == "tool_use" else texts[index]
+            block[{"tool_use": "input", "thinking": "thinking"}.get(block["type"], "text")] = value
     return message | delta["delta"] | {"usage": delta["usage"]}
 
 
@@ -111,7 +115,10 @@ def test_a_message_answers_calls_a_tool_and_answers_from_its_result(http: httpx.
     assert message_of(http, tools=[TOOL], tool_choice={"type": "none"})["content"][0]["text"] == "Hello, world!"
 
 
-@pytest.mark.parametrize("fields", [{}, {"tools": [TOOL]}, {"stop_sequences": ["wor", "x"]}, {"max_tokens": 2}])
+THINKS = {"thinking": {"type": "adaptive"}}
+
+
+@pytest.mark.parametrize("fields", [{}, {"tools": [TOOL]}, {"stop_sequences": ["wor", "x"]}, {"max_tokens": 2}, THINKS])
 def test_a_stream_makes_the_same_message(http: httpx.Client, fields: dict[str, Any]) -> None:
     assert without_ids(put_together(events_of(http, **fields))) == without_ids(message_of(http, **fields))
 
@@ -125,6 +132,16 @@ def test_why_a_message_ended_is_told(http: httpx.Client) -> None:
     cut = message_of(http, max_tokens=100_000, messages=goes_on)  # as agents ask, whatever fits
     assert cut["stop_reason"] == "model_context_window_exceeded"
     assert cut["content"][0]["text"].startswith("Hello")
+
+
+def test_a_thought_is_a_block_of_its_own(http: httpx.Client) -> None:
+    thought = message_of(http, **THINKS)
+    thinking, text = thought["content"]
+    assert (thinking["thinking"], text["text"]) == ("Hm, well.", "Yes.")
+    assert thinking["signature"]
+    assert 3 <= thought["usage"]["output_tokens_details"]["thinking_tokens"] < thought["usage"]["output_tokens"]
+    hidden = message_of(http, thinking={"type": "adaptive", "display": "omitted"})
+    assert hidden["content"] == [thinking | {"thinking": ""}, text]
 
 
 def test_errors_are_of_the_apis_form(http: httpx.Client, served: Served) -> None:

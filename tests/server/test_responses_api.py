@@ -6,7 +6,7 @@ from typing import Any, get_args
 
 import openai
 import pytest
-from chain_model import save_chain_model
+from chain_model import THINKING_ANSWERS, THINKING_TEMPLATE, save_chain_model
 from openai.types.responses import Response, ResponseCreateParams, ResponseStreamEvent
 from served import Served, serving
 
@@ -27,7 +27,7 @@ ASKED: Any = {"model": "chain", "input": "What is 417 + 385?"}
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    model = save_chain_model(tmp_path_factory.mktemp("chain"))
+    model = save_chain_model(tmp_path_factory.mktemp("chain"), THINKING_ANSWERS, THINKING_TEMPLATE)
     options = [f"--api-key={key}" for key in KEYS] + ["--max-batch-size=8", "--max-sequence-length=256"]
     with serving("--served-model-name", "chain", *options, model=str(model)) as server:
         yield server
@@ -156,6 +156,26 @@ def test_stored_responses_are_found_listed_deleted_and_apart_for_each_key(
     unstored = client.responses.create(**ASKED, store=False)
     with pytest.raises(openai.NotFoundError):
         client.responses.retrieve(unstored.id)
+
+
+def test_a_thought_is_an_item_of_its_own_or_its_summary(served: Served) -> None:
+    effort = {"effort": "low"}
+    for reasoning, name, field in (
+        (effort, "reasoning_text", "content"),
+        ({**effort, "summary": "auto"}, "reasoning_summary_text", "summary"),
+    ):
+        events = events_of(served, reasoning=reasoning, include=["reasoning.encrypted_content"])
+        assert "".join(event["delta"] for event in events if event["type"] == f"response.{name}.delta") == "Hm, well."
+        response = response_of(events[-1]["response"])
+        thought, message = events[-1]["response"]["output"]
+        assert (thought["type"], thought[field][0]["text"]) == ("reasoning", "Hm, well.")
+        assert (response.output_text, message["type"]) == ("Yes.", "message")
+        assert response.usage is not None
+        assert 3 <= response.usage.output_tokens_details.reasoning_tokens < response.usage.output_tokens
+        kept = Responses.model_validate(
+            {"input": [thought | {"content": [], "summary": []}, {"role": "user", "content": "a"}]}
+        )
+        assert kept.as_chat(kept.items({})).messages[0]["reasoning_content"] == "Hm, well."
 
 
 def test_log_probabilities_come_where_they_are_included(client: openai.OpenAI, served: Served) -> None:

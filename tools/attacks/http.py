@@ -6,13 +6,15 @@ import asyncio
 import json
 import multiprocessing
 import random
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx2 as httpx
-from mutated_requests import MutatedRequest, greedy_request, mutated_request
+from mutated_requests import TEMPLATE, MutatedRequest, greedy_request, mutated_request
 from served import Served, children_of, serving
 
 _AT_A_TIME = 8
@@ -126,8 +128,15 @@ def attacked_over_http(minutes: float, first: int, report: Callable[[str], objec
         first: seed of the first request.
         report: called with each failure.
     """
+    with tempfile.TemporaryDirectory() as folder:
+        template = Path(folder) / "template.jinja"
+        template.write_text(TEMPLATE)  # the demo model has none, and would refuse all chats
+        return _attacked(minutes, first, report, template)
+
+
+def _attacked(minutes: float, first: int, report: Callable[[str], object], template: Path) -> HttpOutcome:
     statuses, failures = Counter[str](), list[str]()
-    with serving(*_CONFIG) as server:
+    with serving(*_CONFIG, "--chat-template", str(template)) as server:
         asyncio.run(_storm(server, _WARM_MINUTES, 10**9, Counter(), failures, report))
         server.until_idle()
         time.sleep(_SETTLED_SECONDS)
