@@ -215,7 +215,7 @@ def test_the_performance_table_is_the_committed_results() -> None:
     assert shown.strip() in README.read_text()
 
 
-def test_quantized_products_on_a_gpu_are_told_as_they_were_timed() -> None:
+def test_quantized_products_on_a_gpu_are_documented_as_they_were_timed() -> None:
     path = ROOT / "tools/results/gpu-h200/figures.jsonl"
     figures = [json.loads(line) for line in path.read_text().splitlines()]
     least = {each["key"]: min(each["ms"].values()) for each in figures if each["key"].startswith("gate_up")}

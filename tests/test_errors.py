@@ -76,7 +76,9 @@ def run_main(monkeypatch: pytest.MonkeyPatch, error: BaseException | None) -> ob
         (KeyboardInterrupt(), 130, ""),
     ],
 )
-def test_what_is_no_bug_is_one_line_at_most(monkeypatch, capfd, error: BaseException, code: int, told: str) -> None:
+def test_an_error_of_the_user_is_one_line_at_most(
+    monkeypatch, capfd, error: BaseException, code: int, told: str
+) -> None:
     assert run_main(monkeypatch, error) == code
     assert capfd.readouterr().err.strip() == told.strip()
 

@@ -141,7 +141,7 @@ def test_the_host_cannot_wait_inside_a_capture(streams: LazyStreams) -> None:
     graph.capture_end()
 
 
-def test_a_host_that_would_wait_for_ever_is_told_so(streams: LazyStreams) -> None:
+def test_a_host_that_would_wait_forever_is_an_error(streams: LazyStreams) -> None:
     event = torch.cuda.Event()
     event.synchronize()  # never recorded: nothing to wait for
     with pytest.raises(RuntimeError, match="never queued"):

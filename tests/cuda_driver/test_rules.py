@@ -292,7 +292,7 @@ def test_whatever_is_used_after_it_was_destroyed_is_complained_of(bare_driver: D
     ]
 
 
-def test_what_is_not_given_back_is_told(bare_driver: Driver) -> None:
+def test_what_is_not_freed_is_reported(bare_driver: Driver) -> None:
     Parts(bare_driver)
     assert sorted(bare_driver.alive()) == ["event 1", "graph 1", "graph 2", "memory 1"]
 

@@ -146,7 +146,7 @@ def test_the_command_line_refuses_in_one_line(tmp_path: Path) -> None:
 
 
 @compiled
-def test_the_set_that_kernels_use_is_told_with_the_versions_and_nothing_is_compiled(tmp_path: Path) -> None:
+def test_the_set_that_kernels_use_is_printed_with_the_versions_and_nothing_is_compiled(tmp_path: Path) -> None:
     told = run_command("--version", "--debug").stdout
     assert f"instructions: {instructions().name}" in told.splitlines()
     assert re.search(
@@ -190,7 +190,7 @@ def test_the_kernels_of_a_set_that_this_processor_lacks_are_valid_c(name: str, e
 @ON_X86
 @compiled
 @pytest.mark.parametrize("name", [name for name in available() if name in ABOVE])
-def test_the_compiler_is_told_of_nothing_above_a_set(name: str) -> None:
+def test_the_compiler_gets_no_flag_above_a_set(name: str) -> None:
     words = Compiler.detect().command[0]
     command = [words, *available()[name].flags, "-dM", "-E", "-x", "c", "/dev/null"]
     defined = subprocess.run(command, capture_output=True, check=True, text=True).stdout

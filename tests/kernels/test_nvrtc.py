@@ -24,7 +24,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @needs_nvrtc
-def test_a_source_is_compiled_once_for_its_macros_and_kept(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_source_is_compiled_once_for_its_macros_and_cached(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     code = nvrtc.compiled("one.cu", {"VALUE": 1}, "sm_80")
     assert code != nvrtc.compiled("one.cu", {"VALUE": 2}, "sm_80")
     assert len([*folder.glob("cache/cuda/*.cubin")]) == 2

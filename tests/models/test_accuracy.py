@@ -105,7 +105,7 @@ def test_what_is_no_number_is_found() -> None:
     assert figures.exceeds(1.0, 1.0)
 
 
-def test_another_most_likely_token_is_told_with_its_margin() -> None:
+def test_another_most_likely_token_is_reported_with_its_margin() -> None:
     ids, expected = reference(resolve_model_path("demo"), DEMO_TOKENS)
     logits = expected.clone()
     first, second = logits[3].topk(2).indices

@@ -354,7 +354,7 @@ def test_what_was_chosen_is_in_the_report(blocks: Path) -> None:
 @compiled
 @pytest.mark.skipif(instructions().name == "portable", reason="it is float32 in any case")
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_activations_beyond_float16_are_told_and_computed_in_float32(beyond: Path, ranks: int) -> None:
+def test_activations_beyond_float16_are_warned_of_and_computed_in_float32(beyond: Path, ranks: int) -> None:
     with pytest.warns(RuntimeWarning, match="exceed 65504.*computed in float32"):
         llm = LLM(beyond, skip_tokenizer_init=True, tensor_parallel_size=ranks, **SMALL)
     with llm, LLM(beyond, skip_tokenizer_init=True, dtype="float32", **SMALL) as wide:

@@ -240,7 +240,7 @@ def test_pointers_for_shards_are_not_taken_for_the_files(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("share", [0.5, 0.001])
-def test_weights_that_were_cut_are_told_by_their_sizes(folder: Path, share: float) -> None:
+def test_truncated_weights_are_recognized_by_their_sizes(folder: Path, share: float) -> None:
     file = folder / "model.safetensors"
     whole = file.read_bytes()
     size = int(len(whole) * share)

@@ -364,7 +364,7 @@ def test_a_model_with_states_says_that_it_shares_no_prefixes(checkpoint, caplog)
 
 
 @pytest.mark.parametrize(("name", "paged", "stateful"), [("falcon-h1", 3, 3), ("nemotron-h", 1, 2), ("mamba2", 0, 3)])
-def test_pages_and_states_are_counted_as_they_are_kept(checkpoint, name, paged, stateful):
+def test_pages_and_states_are_counted_as_they_are_stored(checkpoint, name, paged, stateful):
     buckets, shape = (
         BucketConfig(max_batch_size=4, max_sequence_length=64, page_size=8),
         describe_model(checkpoint(name)),

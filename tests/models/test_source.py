@@ -187,7 +187,9 @@ def test_the_cache_of_the_hub_is_listed_by_repository(folders: tuple[Path, Path]
     assert (cached.name, cached.path) == ("someone/adder", snapshot)
 
 
-def test_what_is_not_found_is_told_with_what_was_looked_for_and_what_is_here(folders: tuple[Path, Path]) -> None:
+def test_a_model_that_is_not_found_is_an_error_with_what_was_searched_and_what_is_there(
+    folders: tuple[Path, Path],
+) -> None:
     with pytest.raises(GraphdecodeError) as caught:
         resolve_model_path("subtractor")
     message = str(caught.value)
