@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tarfile
@@ -22,8 +23,8 @@ from gpu_checks.figures import Figures
 from gpu_checks.part import ROOT, Part
 from gpu_checks.plan import TOTAL_S, parts, planned
 from gpu_checks.running import chosen_parts, folder_of, run_plan
-from gpu_checks.traces import compile_traced, summary
-from graphdecode.kernels.cuda.nvrtc import unavailable_reason
+from gpu_checks.traces import compile_traced, summary, traced_source
+from graphdecode.kernels.cuda.nvrtc import FOLDER, unavailable_reason
 
 needs_nvrtc = pytest.mark.skipif(unavailable_reason() is not None, reason=str(unavailable_reason()))
 
@@ -320,6 +321,14 @@ def test_kernels_that_note_where_and_when_their_blocks_ran_compile() -> None:
     assert b"traced" in compile_traced("skinny_linear.cu", defines, "sm_90a")
 
 
+def test_every_kernel_in_cuda_cpp_can_be_traced() -> None:
+    sources = {file.name: file.read_text() for file in FOLDER.glob("*.cu")}
+    of_steps = {name: text for name, text in sources.items() if "KERNEL(" in text}
+    assert {"skinny_linear.cu", "wide_linear.cu", "decode_attention.cu"} <= of_steps.keys()
+    for text in of_steps.values():
+        assert re.search(r"^traced\(.*, u64 \*trace\) \{$", traced_source(text), re.MULTILINE | re.DOTALL)
+
+
 def test_a_launch_is_summed_up_by_the_times_and_places_of_its_blocks() -> None:
     records = np.array([[0, 1000, 3000], [0, 1500, 3500], [1, 1000, 5000]])
     found = summary("product", records, 500)
@@ -333,6 +342,7 @@ def test_a_launch_is_summed_up_by_the_times_and_places_of_its_blocks() -> None:
 def test_all_parts_are_rehearsed_with_torch_triton_and_numpy_alone_and_go_on_where_they_were_cut_off(tmp_path):
     """Nothing else can be imported. The second call measures what is not there, and nothing again."""
     environment = os.environ | {WITHOUT: "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    del environment["PYTEST_CURRENT_TEST"]  # the parts' own tests begin anew
     command = [sys.executable, str(ROOT / "tools" / "gpu_check"), "--out", str(tmp_path), "--seconds", "700"]
     folder = tmp_path / "rehearsal"
 

@@ -97,7 +97,7 @@ class ChoiceCache:
 DEQUANTIZED = "dequantized"  # the path of products that dequantize their weight first
 _COUNTERS = 1 << 16
 _LEAST_BYTES = 1 << 20
-_SCRATCH_VALUES = 1 << 26  # of a dequantized weight, or a part of it
+SCRATCH_VALUES = 1 << 26  # of a dequantized weight, or a part of it
 _MANY_ROWS = (128, 256, 512)  # always measured; more have the choice of the last
 
 
@@ -214,7 +214,7 @@ class LinearTuner:
         if device.type != "cuda" or dtype.itemsize != 2:
             return None
         if (device, dtype) not in self._scratch:
-            self._scratch[device, dtype] = torch.empty(_SCRATCH_VALUES, dtype=dtype, device=device)
+            self._scratch[device, dtype] = torch.empty(SCRATCH_VALUES, dtype=dtype, device=device)
         return self._scratch[device, dtype]
 
     def choose_small(

@@ -11,7 +11,8 @@ from gpu_checks.part import Part
 TOTAL_S = 550.0  # of a call, below the machine's ten minutes; the planned parts' budgets fit
 SHAPES_OF_STEPS = ("llama-3.1-8b", "qwen3-0.6b", "llama-3.2-1b")  # in order of importance
 _PYTHON = [sys.executable]
-NEW_TESTS = ["tests/kernels/test_skinny_linear.py", "tests/kernels/test_small_linear_timing.py"]
+NEW_TESTS = ["tests/kernels/test_skinny_linear.py", "tests/kernels/test_wide_linear.py"]
+NEW_TESTS += ["tests/attention/test_cluster_launches.py", "tests/kernels/test_small_linear_timing.py"]
 NEW_TESTS += ["tests/kernels/test_tiled_linear.py", "tests/kernels/test_linear_choice.py"]
 GPU_TESTS = ["tests/engine/test_on_gpu.py", "tests/engine/test_device_loop.py", "tests/graphs/test_cuda_graph.py"]
 GPU_TESTS += ["tests/graphs/test_loop.py", "tests/kernels", "tests/attention"]
@@ -70,7 +71,7 @@ def planned(scratch: Path) -> list[Part]:
         _steps("0.6B", 35, [small, *all_weights], [small, *one]),
         _steps("1B", 30, [middle, *all_weights], [middle, *one]),
         _part("programs", 25, "traces", [str(scratch), f"{big},{big}:int8,{small}", "1,8"], [str(scratch), small, "1"]),
-        _part("products", 30, "languages", ["1,8,64", "bf16,int8,int4,Q4_K,fp8"], []),
+        _part("products", 30, "languages", ["1,8,64,256", "bf16,int8,int4,Q4_K,fp8"], []),
         _steps("other models", 30, [others, *few], ["glm-4.7-flash", *one]),
         _steps("keys and sampling", 20, kinds, [middle, "--variants", "CUDA C++", "sampled"]),
         _part("operators", 20, "operators", [], []),

@@ -51,7 +51,7 @@ def main() -> int:
     if sys.argv[1] == "cpu" or nvrtc.unavailable_reason() is not None:
         print(f"no kernel in CUDA C++ runs here: {nvrtc.unavailable_reason() or 'no CUDA device'}")
         return 0
-    for rows in (1, 3, 8):
+    for rows in (1, 3, 8, 20, 64):
         products(rows)
     if decode_attention.has_clusters(torch.device("cuda", torch.cuda.current_device())):
         for rows in (1, 3):
