@@ -52,6 +52,24 @@ def test_embeddings_beside_requests_that_generate_change_neither(llm: LLM) -> No
     np.testing.assert_allclose(found, sorted(expected.tolist()), rtol=0, atol=1e-5)
 
 
+def test_a_prompt_that_is_preempted_halfway_is_pooled_from_its_beginning() -> None:
+    prompt = list(range(97, 97 + 24)) + list(range(97, 97 + 24))
+    with LLM(
+        "demo", pooling="mean", max_prefill_tokens=2, total_num_pages=9, **(SIZES | {"max_sequence_length": 72})
+    ) as few:
+        (alone,) = few.embed([prompt], use_tqdm=False)
+        engine, pooled = few.engine, []
+        engine.add(Request([1] * 8, SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)))
+        while engine.num_waiting or not few.stats.generated_tokens:
+            engine.step()
+        engine.add(Request(prompt, pools=True))
+        while engine.has_work:
+            pooled += [event.embedding for event in engine.step() if event.embedding is not None]
+        assert few.num_preemptions > 0
+    (vector,) = pooled
+    np.testing.assert_allclose(vector / np.linalg.norm(vector), alone.outputs.embedding, rtol=0, atol=1e-5)
+
+
 def test_without_embeddings_no_pass_pools() -> None:
     with LLM("demo", **SIZES) as fresh:
         fresh.generate(TEXTS, GREEDY, use_tqdm=False)
