@@ -14,7 +14,7 @@ from graphdecode.server.http import HttpError
 from graphdecode.server.request_fields import check_fields
 from graphdecode.server.responses.request import Responses, sealed
 from graphdecode.server.responses.routes import listed
-from graphdecode.server.responses.store import ResponseStore, StoredItem, StoredResponse
+from graphdecode.server.responses.store import ItemList, ResponseStore, StoredResponse
 
 KEYS = "secret", "other"
 EVENT_TYPES = {
@@ -310,7 +310,8 @@ def test_every_field_of_the_api_is_known() -> None:
 
 
 def stored(name: str, size: int = 10, previous_id: str | None = None) -> StoredResponse:
-    return StoredResponse(b"x" * size, [StoredItem(f"in-{name}", b"")], [StoredItem(f"out-{name}", b"o")], previous_id)
+    items = ItemList.of([{"id": f"in-{name}"}]), ItemList.of([{"id": f"out-{name}"}])
+    return StoredResponse(b"x" * size, *items, previous_id)
 
 
 def test_the_store_is_bounded_and_the_largest_holder_loses_first() -> None:
@@ -321,7 +322,7 @@ def test_the_store_is_bounded_and_the_largest_holder_loses_first() -> None:
     for number in range(9, 12):
         store.put("a", f"a{number}", stored(str(number)))
     assert store.get("b", "b0")  # though it is the oldest
-    assert store.item("a", "out-11") == b"o"
+    assert store.item("a", "out-11") == b'{"id":"out-11"}'
     for caller, name in (("a", "a0"), ("a", "b0"), ("b", "a11")):
         with pytest.raises(HttpError) as missing:
             store.get(caller, name)
@@ -337,7 +338,10 @@ def test_a_chain_is_kept_as_long_as_its_end_is_used() -> None:
     store.put("a", "first", stored("1"))
     store.put("a", "second", stored("2", previous_id="first"))
     for number in range(5):
-        assert [each.output_items[0].item_id for each in store.history("a", "second")] == ["out-1", "out-2"]
+        assert [each.output_items.loaded() for each in store.history("a", "second")] == [
+            [{"id": "out-1"}],
+            [{"id": "out-2"}],
+        ]
         store.put("a", str(number), stored(str(number)))
     store.remove("a", "first")
     with pytest.raises(HttpError) as missing:
@@ -346,7 +350,8 @@ def test_a_chain_is_kept_as_long_as_its_end_is_used() -> None:
 
 
 def test_pages_of_input_items_have_limits() -> None:
-    items = [StoredItem(str(number), json.dumps({"id": str(number)}).encode()) for number in range(30)]
+    items = ItemList.of({"content": [{"id": "3"}], "id": str(number)} for number in range(30))
+    assert items.index("3") == 3  # and not the first item, which has it within
     page = json.loads(listed(items, None, None, None))
     assert [item["id"] for item in page["data"]] == [str(number) for number in range(29, 9, -1)]
     assert (page["has_more"], page["last_id"]) == (True, "10")

@@ -17,7 +17,7 @@ from graphdecode.server.logprobs import chat_logprobs
 from graphdecode.server.preprocessing import Preprocessor
 from graphdecode.server.reply import Delta, Prepared
 from graphdecode.server.responses.request import CallableTool, Item, Responses, sealed
-from graphdecode.server.responses.store import StoredItem, StoredResponse
+from graphdecode.server.responses.store import ItemList, StoredResponse
 from graphdecode.server.service import Service
 from graphdecode.text.input_processor import ParentRequest
 
@@ -47,7 +47,7 @@ class AboutResponse(NamedTuple):
     """What a reply needs to know of its request."""
 
     echo: bytes  # JSON: fields that repeat the request
-    input_items: list[StoredItem]
+    input_items: ItemList
     tools: Mapping[str, CallableTool]  # by the names of their functions
     previous_id: str | None
     is_stored: bool
@@ -73,7 +73,7 @@ class ResponseReply(BlocksReply):
         """See `Reply.whole_body`."""
         body = await self._response()
         if self._about.is_stored:
-            output = [_stored(item) for item in self._output()]
+            output = ItemList.of(self._output())
             stored = StoredResponse(body, self._about.input_items, output, self._about.previous_id)
             self.service.responses.put(self._about.caller, self.response_id, stored)
         return body
@@ -242,10 +242,6 @@ class ResponseReply(BlocksReply):
         }
 
 
-def _stored(item: Item) -> StoredItem:
-    return StoredItem(item["id"], as_json(item))
-
-
 def _custom_input(arguments: str) -> str:
     """Return the text that is the input of a custom tool; the arguments as they are if they were cut."""
     try:
@@ -265,10 +261,10 @@ def prepared_response(
             return NeededItems(body.previous_response_id, body.references)
         known = KnownItems([], {})
     items = body.items({item_id: json.loads(data) for item_id, data in known.referred.items()})
-    before = [json.loads(item.data) for response in known.history for item in response.items]
+    before = [item for response in known.history for items in response.items for item in items.loaded()]
     prepared = prepared_chat(preprocessor, body.as_chat([*before, *items]))
     try:
-        echo, stored = as_json(body.echo()), [_stored(item) for item in items]
+        echo, stored = as_json(body.echo()), ItemList.of(items)
     except ValueError as error:  # NaN
         raise HttpError(400, f"the body cannot be repeated as JSON: {error}") from error
     about = AboutResponse(

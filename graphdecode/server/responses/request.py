@@ -91,8 +91,8 @@ class Responses(Body):
         return [_with_id(item) for item in items]
 
     def callable_tools(self) -> dict[str, CallableTool]:
-        """Return the tools by the names of their functions; raises `HttpError` for one that cannot be called."""
-        return {name: each for name, each, _ in _flat(self.tools or [])}
+        """Return the tools that are no plain functions, by the names of theirs; raises `HttpError` for a wrong one."""
+        return {name: each for name, each, _ in _flat(self.tools or []) if each != CallableTool(name)}
 
     def as_chat(self, items: Sequence[Item]) -> TranslatedChat:
         """Return the chat completion that this asks for, after `items` of input; raises `HttpError`."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -11,7 +11,7 @@ from starlette.routing import Route
 from graphdecode.errors import shown
 from graphdecode.server.access import caller_of
 from graphdecode.server.http import HttpError, as_json
-from graphdecode.server.responses.store import ResponseStore, StoredItem, StoredResponse
+from graphdecode.server.responses.store import ItemList, ResponseStore, StoredResponse
 
 _PATH = "/v1/responses/{response}"
 
@@ -52,19 +52,19 @@ def response_routes(store: ResponseStore) -> list[Route]:
     ]
 
 
-def listed(items: Sequence[StoredItem], limit: str | None, order: str | None, after: str | None) -> bytes:
+def listed(items: ItemList, limit: str | None, order: str | None, after: str | None) -> bytes:
     """Return a page of the input items of a response, in JSON; raises `HttpError`."""
     if limit is not None and not (limit.isdecimal() and 1 <= int(limit) <= 100):
         raise HttpError(400, f"limit must be an integer in 1..100, got {shown(limit)}", param="limit")
     if order not in (None, "asc", "desc"):
         raise HttpError(400, f"order must be asc or desc, got {shown(order)}", param="order")
-    ordered = list(items if order == "asc" else reversed(items))
+    count = len(items.ends)
+    places = range(count) if order == "asc" else range(count - 1, -1, -1)
     if after is not None:
-        ids = [item.item_id for item in ordered]
-        if after not in ids:
+        if (index := items.index(after)) is None:
             raise HttpError(400, f"after must be the id of an item, got {shown(after)}", param="after")
-        ordered = ordered[ids.index(after) + 1 :]
-    page = ordered[: int(limit or 20)]
-    first, last = (page[0].item_id, page[-1].item_id) if page else (None, None)
-    about = {"object": "list", "first_id": first, "last_id": last, "has_more": len(page) < len(ordered)}
-    return b'%s,"data":[%s]}' % (as_json(about)[:-1], b",".join(item.data for item in page))
+        places = places[places.index(index) + 1 :]
+    page = [items.at(place) for place in places[: int(limit or 20)]]
+    first, last = (json.loads(page[0])["id"], json.loads(page[-1])["id"]) if page else (None, None)
+    about = {"object": "list", "first_id": first, "last_id": last, "has_more": len(page) < len(places)}
+    return b'%s,"data":[%s]}' % (as_json(about)[:-1], b",".join(page))

@@ -2,36 +2,67 @@
 
 from __future__ import annotations
 
+import json
+from array import array
+from bisect import bisect_right
 from collections import OrderedDict
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, NamedTuple
 
-from graphdecode.server.http import HttpError
+from graphdecode.server.http import HttpError, as_json
 
 
-class StoredItem(NamedTuple):
-    """An item of a request or of a response."""
+@dataclass(frozen=True)
+class ItemList:
+    """Items in JSON, one behind the other: a few objects however many they are, so that a process sends them fast."""
 
-    item_id: str
-    data: bytes  # JSON
+    data: bytes
+    ends: array[int]  # where each item ends
+
+    @staticmethod
+    def of(items: Iterable[Mapping[str, Any]]) -> ItemList:
+        """Return items that each have an id; raises ValueError for what is no JSON."""
+        written = [as_json(item) for item in items]
+        return ItemList(b"".join(written), array("Q", accumulate(map(len, written))))
+
+    def at(self, index: int) -> bytes:
+        """Return an item."""
+        return self.data[self.ends[index - 1] if index else 0 : self.ends[index]]
+
+    def index(self, item_id: str) -> int | None:
+        """Return where an item is; None: nowhere."""
+        sought, position = b'"id":' + as_json(item_id), 0
+        while (position := self.data.find(sought, position)) >= 0:
+            index = bisect_right(self.ends, position)
+            if json.loads(self.at(index)).get("id") == item_id:  # and not something in it
+                return index
+            position = self.ends[index]
+        return None
+
+    def loaded(self) -> list[dict[str, Any]]:
+        """Return the items as objects."""
+        return [json.loads(self.at(index)) for index in range(len(self.ends))]
 
 
 class StoredResponse(NamedTuple):
     """A response as it was sent, and the items of its request."""
 
     body: bytes  # JSON
-    input_items: list[StoredItem]  # without those of the responses before it
-    output_items: list[StoredItem]
+    input_items: ItemList  # without those of the responses before it
+    output_items: ItemList
     previous_id: str | None
 
     @property
     def nbytes(self) -> int:
         """Bytes of memory that count."""
-        return len(self.body) + sum(len(item.data) for item in self.items)
+        return len(self.body) + sum(len(each.data) + 8 * len(each.ends) for each in self.items)
 
     @property
-    def items(self) -> list[StoredItem]:
-        """The items of the request and of the response, in order."""
-        return [*self.input_items, *self.output_items]
+    def items(self) -> tuple[ItemList, ItemList]:
+        """The items of the request, and of the response."""
+        return self.input_items, self.output_items
 
 
 class ResponseStore:
@@ -90,7 +121,7 @@ class ResponseStore:
     def item(self, caller: str, item_id: str) -> bytes:
         """Return an item of a caller's responses by its id, in JSON; raises `HttpError` (404) if there is none."""
         for response in reversed(self._held_by(caller).values()):
-            for item in response.items:
-                if item.item_id == item_id:
-                    return item.data
+            for items in response.items:
+                if (index := items.index(item_id)) is not None:
+                    return items.at(index)
         raise HttpError(404, f"there is no item {item_id[:100]!r} in stored responses", param="input")
