@@ -49,6 +49,7 @@ class Vocabulary:
             bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8), bitorder="little")
             logits = rng.gumbel(size=len(self.tokens))
             logits[256 : self.first_word] += 1 + step / 20  # so that texts end
+            logits[257 : self.first_mark] += 3
             logits[[34, 44, 58, 93, 125]] += step / 20
             logits = np.where(bits[: len(self.tokens)], logits, -np.inf)
             token = int(logits.argmax())

@@ -18,7 +18,7 @@ from graphdecode.server.protocol import ChatCompletion, Tokenize
 from graphdecode.server.reply import Cursor, Delta, Prepared
 from graphdecode.server.service import Service
 from graphdecode.server.structured_outputs import structured_output_of, structured_output_of_calls
-from graphdecode.server.tool_prompts import function_name, messages_with_tools
+from graphdecode.server.tool_prompts import function_name, messages_with_system_tools, messages_with_tools
 from graphdecode.text.chat import RenderedChat, render_chat
 from graphdecode.text.chat_formats import (
     CallArguments,
@@ -189,6 +189,8 @@ def rendered_chat(
     )
     messages, tools = body.messages or [], (body.tools or None) if with_tools else None
     chat_format = preprocessor.chat_format(body.chat_template, tools)
+    if chat_format is not None and chat_format.calls is not None and chat_format.tools_in_system:
+        return render(messages_with_system_tools(messages, tools, chat_format.calls))
     if chat_format is not None and (chat_format.calls is not None or chat_format.channels is not None):
         return render(messages, tools=tools)
     choice = getattr(body, "tool_choice", None)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+from graphdecode.text.chat_formats.chat_format import CallSyntax
 
 _SHAPE = '{"name": "...", "arguments": {...}}'
 
@@ -38,7 +40,24 @@ def messages_with_tools(
     return converted
 
 
-def _without_tools(messages: Sequence[Any]) -> list[Any]:
+def messages_with_system_tools(
+    messages: Sequence[Any], tools: Sequence[Mapping[str, Any]] | None, calls: CallSyntax
+) -> list[Any]:
+    """Put tools into the system message, for templates that show them there, and no calls and results."""
+
+    def written(items: list[str]) -> str:
+        return f"{calls.opening}[{calls.separator.join(items)}]{calls.closing}"
+
+    converted = _without_tools(messages, written)
+    if not tools:
+        return converted
+    functions = json.dumps([tool.get("function", tool) for tool in tools], ensure_ascii=False)
+    if not converted or not isinstance(converted[0], Mapping) or converted[0].get("role") != "system":
+        converted = [{"role": "system", "content": ""}, *converted]
+    return [{**converted[0], "tools": functions}, *converted[1:]]
+
+
+def _without_tools(messages: Sequence[Any], as_text: Callable[[list[str]], str] = "\n".join) -> list[Any]:
     converted: list[Any] = []
     names: dict[Any, Any] = {}  # function names by call id
     follows_result = False
@@ -52,7 +71,7 @@ def _without_tools(messages: Sequence[Any]) -> list[Any]:
                 f'{{"name": {json.dumps(function["name"])}, "arguments": {_arguments_text(function)}}}'
                 for function in (call["function"] for call in calls)
             ]
-            converted.append({**rest, "content": _joined(message.get("content") or "", "\n".join(written))})
+            converted.append({**rest, "content": _joined(message.get("content") or "", as_text(written))})
         elif is_result:
             name = message.get("name") or names.get(str(message.get("tool_call_id"))) or "the function"
             result = _joined(f"{name} returned:", message.get("content"))

@@ -406,6 +406,25 @@ def test_the_tool_description_follows_tool_choice_and_messages() -> None:
     assert messages_with_tools(malformed, tools, "auto")[1:3] == malformed[:2]
 
 
+PHI = (
+    "{% for message in messages %}{% if message['role'] == 'system' and 'tools' in message and message['tools'] %}"
+    "{{ '<|system|>' + message['content'] + '<|tool|>' + message['tools'] + '<|/tool|><|end|>' }}"
+    "{% else %}{{ '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}{% endif %}{% endfor %}"
+)
+
+
+def test_tools_reach_a_template_that_shows_those_of_a_system_message() -> None:
+    """As Phi-4-mini's."""
+    tokenizer = demo_tokenizer()
+    tokenizer.chat_template = PHI
+    prepared = prepared_chat(demo_preprocessor(tokenizer, tokens=2048), ChatCompletion(messages=CALLED, tools=[SQUARE]))
+    prompt = str(prepared.prompts[0].prompt)
+    assert prompt.startswith(f"<|system|><|tool|>{json.dumps([SQUARE['function']])}<|/tool|>")
+    assert '<|assistant|><|tool_call|>[{"name": "square", "arguments": {"n": 7}}]<|/tool_call|><|end|>' in prompt
+    assert "square returned:\n49" in prompt
+    assert prepared.is_constrained
+
+
 SMOLLM2 = installable("smollm2")
 
 

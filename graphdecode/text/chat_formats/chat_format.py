@@ -110,6 +110,7 @@ class ChatFormat:
     thinking: Thinking | None = None  # None: it writes no thoughts
     calls: CallSyntax | None = None  # None: its chat template knows no functions
     channels: Channels | None = None  # instead of both
+    tools_in_system: bool = False  # the template shows tools that a system message has, and no calls
     call_id: str = ""  # what ids look like, with {name} and {index}; "": nine letters and digits
 
     @property
