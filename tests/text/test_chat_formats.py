@@ -248,7 +248,8 @@ def test_constrained_calls_are_what_their_schemas_say(name: str) -> None:
 @pytest.mark.parametrize("name", sorted(FORMATS))
 def test_thousands_of_constrained_calls_are_what_their_schemas_say(name: str) -> None:
     calls = seed = 0
-    while calls < 100_000 // len(FORMATS) + 1:
+    few = FORMATS[name].channels is not None  # a call is one of many messages
+    while calls < (500 if few else 100_000 // (len(FORMATS) - 1)):
         seed += 1
         calls += check_constrained_calls(FORMATS[name], seed, 8)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace as replaced
+from functools import lru_cache
 
 from graphdecode.errors import ArgumentError, shown
 from graphdecode.extensions import EntryPoints
@@ -10,6 +11,8 @@ from graphdecode.text.chat_formats.chat_format import ChatFormat, ChatFormatFami
 from graphdecode.text.chat_formats.families import FAMILIES
 from graphdecode.text.chat_formats.families.llama import BARE_JSON
 from graphdecode.text.chat_formats.thinking import THINKING
+
+_MAX_TEMPLATES = 64  # whose formats are remembered
 
 
 def register_chat_format(family: ChatFormatFamily, *, replace: bool = False) -> None:
@@ -24,6 +27,7 @@ def register_chat_format(family: ChatFormatFamily, *, replace: bool = False) -> 
     taken = [each for each in FAMILIES if each.chat_format.name == name]
     if taken and not replace:
         raise ArgumentError(f"the chat format {shown(name, plain=True)} is registered already; replace=True takes it")
+    _by_template.cache_clear()
     FAMILIES[:] = [family, *(each for each in FAMILIES if each.chat_format.name != name)]
 
 
@@ -79,6 +83,7 @@ def with_bare_calls(chat_format: ChatFormat | None) -> ChatFormat:
     return chat_format
 
 
+@lru_cache(_MAX_TEMPLATES)
 def _by_template(template: str) -> ChatFormat | None:
     for each in _families():
         is_told = bool(each.signs) and all(sign in template for sign in each.signs)
@@ -94,6 +99,7 @@ def _by_name(name: str) -> ChatFormat:
     raise ArgumentError(f"tool_call_parser must be one of {', '.join(tool_call_parsers())}, got {shown(name)}")
 
 
+@lru_cache(_MAX_TEMPLATES)
 def _thinking_by_template(template: str) -> Thinking | None:
     return next(
         (each.thinking for each in THINKING if each.signs and all(sign in template for sign in each.signs)), None
