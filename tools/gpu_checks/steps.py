@@ -120,14 +120,16 @@ def measure_point(runners: dict[str, Runner], key: str, rows: int, context: int,
                     times[variant].append(step_ms(runner, sampled(staged) if variant == "sampled" else staged))
     bandwidth = statistics.median(bandwidths)
     for variant, runner in runners.items():
+        own = key if runner is first else f"{key}, {variant}"
+        if own in figures:  # timed again as what the others stand beside
+            continue
         taken_ms, host_us = (statistics.median(values) for values in zip(*times[variant], strict=True))
         floor_ms = 1000 * step_bytes(runner, rows, context) / bandwidth
         found: dict[str, Any] = {"step_ms": taken_ms, "floor_ms": floor_ms, "times_floor": taken_ms / floor_ms}
         if not runner.is_cpu:
             with rows_at(runner, rows, context) as staged:
                 found["kernels_us"] = kernel_times(runner, staged)
-        suffix = "" if runner is first else f", {variant}"
-        figures.add(key + suffix, **found, host_us=host_us, read_bandwidth=bandwidth, clock=clock.medians())
+        figures.add(own, **found, host_us=host_us, read_bandwidth=bandwidth, clock=clock.medians())
 
 
 def name_of(shape: str, layers: int | None, weights: str) -> str:
@@ -153,8 +155,8 @@ def measure(
             runners[variant] = runner_of(path, rows, context, device, quantize, **OPTIONS.get(variant, {}))
             runners[variant].graphs.capture(progress=False)
     for variant, runner in runners.items():
-        products = {str(count): runner.model.linear_choices(count) for count in rows}
-        figures.add(f"products {name}, {variant}", **products)
+        if (products := f"products {name}, {variant}") not in figures:
+            figures.add(products, **{str(count): runner.model.linear_choices(count) for count in rows})
     for count in missing:
         measure_point(runners, keys[count], count, context, figures)
     for runner in runners.values():
