@@ -143,15 +143,15 @@ def prepared_chat(preprocessor: Preprocessor, body: ChatCompletion) -> Prepared:
     if wants_tools:
         chat_format = with_bare_calls(chat_format)
     rendered = rendered_chat(preprocessor, body, with_tools=wants_tools)
-    special_tokens = {} if chat_format is None else preprocessor.input_processor.special_tokens(chat_format.markers)
-    if special_tokens:
+    if chat_format is not None and preprocessor.input_processor.special_tokens(chat_format.markers):
         params = params.unchecked(skip_special_tokens=False)
     thinking = None if chat_format is None else chat_format.thinking
     begins = body.begins_message
     in_reasoning = thinking is not None and opens_thought(thinking, rendered.text, begins_message=begins)
     structured = requested
     if wants_tools and chat_format is not None:
-        calling = Calling(tools, must=False, special_tokens=special_tokens)
+        marks = preprocessor.input_processor.marks(chat_format.markers)
+        calling = Calling(tools, must=False, special_tokens=marks)
         auto = preprocessor.config.constrain_tool_calls and requested is None
         calls = structured_output_of_calls(body, chat_format, calling, constrains_auto=auto)
         if calls is not None and requested is not None:

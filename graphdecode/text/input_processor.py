@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -218,8 +218,11 @@ class InputProcessor:
 
     def special_tokens(self, markers: Collection[str]) -> dict[str, int]:
         """Return the special tokens within some markers, by their text."""
-        special = {} if self.texts is None else self.texts.special
-        return {text: token for token, text in special.items() if text and any(text in each for each in markers)}
+        return _within(markers, {} if self.texts is None else self.texts.special)
+
+    def marks(self, markers: Collection[str]) -> dict[str, int]:
+        """Return the tokens within some markers that grammars must name by their ids, by their text."""
+        return _within(markers, {} if self.texts is None else self.texts.marks)
 
     @cached_property
     def texts(self) -> TokenTexts | None:
@@ -271,3 +274,8 @@ class InputProcessor:
             raise ArgumentError(
                 f"the tokenizer cannot encode {name} {wrong}: {type(error).__name__}: {error}"
             ) from error
+
+
+def _within(markers: Collection[str], tokens: Mapping[int, str]) -> dict[str, int]:
+    """Return those of some tokens that are a part of a marker, by their text."""
+    return {text: token for token, text in tokens.items() if text and any(text in each for each in markers)}

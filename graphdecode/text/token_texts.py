@@ -33,6 +33,7 @@ class TokenTexts:
 
     Attributes:
         special: the texts of special tokens, by id.
+        marks: those of tokens that llguidance's texts never have: special ones, and added ones between angle brackets.
         after_any: what `bytes_after` returned so far where it is the same after any token.
     """
 
@@ -40,6 +41,7 @@ class TokenTexts:
         self._tokenizer = tokenizer
         added = tokenizer.get_added_tokens_decoder().items()
         self.special: dict[int, str] = {token: data.content for token, data in added if data.special}
+        self.marks = self.special | {token: data.content for token, data in added if _is_mark(data.content)}
         self._is_independent = _is_independent(tokenizer.decoder)
         self._word = self._first_word()
         self._bytes_by_id: dict[int, bytes] = {}  # what `bytes_of` returned
@@ -90,6 +92,11 @@ class TokenTexts:
             if written.isascii() and written.isalpha() and token not in self.special:
                 return token
         return None
+
+
+def _is_mark(text: str) -> bool:
+    """Return whether llguidance takes an added token for a special one, whatever the tokenizer says."""
+    return text.startswith("<") and text.endswith(">")
 
 
 def _is_independent(decoder: Any) -> bool:

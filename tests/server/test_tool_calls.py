@@ -4,14 +4,17 @@ import json
 import re
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx2 as httpx
 import pytest
 from command_line import run_command
+from llguidance import LLMatcher, LLTokenizer, grammar_from
 from preprocessors import demo_preprocessor, demo_tokenizer
 from served import Served, serving
+from tokenizers import AddedToken
 
 from graphdecode.errors import ArgumentError
 from graphdecode.hub.model_path import installable
@@ -386,6 +389,30 @@ def test_the_template_for_tools_determines_the_tool_format() -> None:
         tokenizer.chat_template = none
         with pytest.raises(ArgumentError, match="chat.template"):
             prepared(tools=[SQUARE])
+
+
+@pytest.mark.parametrize("is_special", [True, False])
+def test_a_call_may_begin_with_the_token_of_its_marker_and_not_with_its_letters(is_special: bool) -> None:
+    tokenizer = demo_tokenizer()
+    marker = AddedToken("<tool_call>", special=is_special, normalized=False)
+    backend = tokenizer.backend_tokenizer
+    (backend.add_special_tokens if is_special else backend.add_tokens)([marker])
+    tokenizer.chat_template = "{{ tools | tojson }}{# <tool_call> #}"
+    preprocessor = demo_preprocessor(tokenizer, tokens=2048)
+    prepared = prepared_chat(preprocessor, ChatCompletion(messages=ASKED, tools=[SQUARE]))
+    assert prepared.structured is not None
+    vocabulary = LLTokenizer(backend.to_str(), n_vocab=backend.get_vocab_size())
+    encode = partial(backend.encode, add_special_tokens=False)
+    token = backend.token_to_id("<tool_call>")
+
+    def refused(ids: list[int]) -> list[int]:
+        matcher = LLMatcher(vocabulary, grammar_from("grammar", str(prepared.structured.params.grammar)), log_level=0)
+        return ids[matcher.try_consume_tokens(ids) :]
+
+    spelled = [each for letter in "<tool_call>" for each in encode(letter).ids]
+    assert refused([*encode("I ").ids, token, *encode('\n{"name": "square"').ids]) == []
+    assert refused([*encode("I ").ids, token, *encode(" no").ids]) == encode(" no").ids
+    assert refused([*encode("I ").ids, *spelled]) == spelled[-1:]
 
 
 def test_the_tool_description_follows_tool_choice_and_messages() -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,7 +59,7 @@ class Calling:
     tools: Tools
     must: bool  # it calls, and says nothing else
     several: bool = True  # it may call more than once
-    special_tokens: Mapping[str, int] | None = None  # special tokens by their text, which no text contains
+    special_tokens: Mapping[str, int] | None = None  # tokens by their text, which no text contains
 
 
 def grammar_of_calls(chat_format: ChatFormat, calling: Calling) -> str | None:
@@ -94,8 +94,10 @@ class _Lark:
     def __init__(self, chat_format: ChatFormat, calling: Calling) -> None:
         self._format = chat_format
         self._calling = calling
-        self.rules: list[str] = [f"TEXT: {_ANY}"]
         special = sorted(calling.special_tokens or {}, key=len, reverse=True)
+        begins = [text for text in special if text in _beginnings(chat_format)]
+        spelled = "".join(f" & ~/(.|\\n)*{_pattern(text)}(.|\\n)*/" for text in begins)
+        self.rules: list[str] = [f"TEXT: {_ANY}{spelled}"]  # the parser takes what is spelled for a token, too
         self._special = re.compile(f"({'|'.join(map(re.escape, special))})" if special else "(?!)")
         self._any: dict[int, str] = {}
 
@@ -345,6 +347,13 @@ class _Lark:
         ]
         last = calls if self._calling.must else [*calls, f"{channel} {self.literal(channels.content)} {message} TEXT"]
         self.rules.append(f"start: ({' | '.join(before)})* ({' | '.join(last)})")
+
+
+def _beginnings(chat_format: ChatFormat) -> Collection[str]:
+    """Return the markers at which a parser that reads content begins to read something else."""
+    if (channels := chat_format.channels) is not None:
+        return (channels.start, channels.channel, channels.message, *channels.endings)
+    return () if (calls := chat_format.calls) is None else words(calls.section_opening or calls.opening)[:1]
 
 
 def _texts(schema: Any, root: Mapping[str, Any]) -> list[list[str]]:
