@@ -325,7 +325,8 @@ def test_the_servers_call_id_is_valid_in_the_next_turn(served: Served) -> None:
 
 def test_the_same_call_comes_as_a_stream(served: Served) -> None:
     whole = answer_of(served, tool_choice=NAMED)["message"]["tool_calls"][0]["function"]
-    body = {"messages": ASKED, "tools": [SQUARE], "tool_choice": NAMED, "max_tokens": 64, "temperature": 1, "seed": 3}
+    tools, sampling = [WEATHER, SQUARE], {"max_tokens": 64, "temperature": 1, "seed": 3}
+    body = {"messages": ASKED, "tools": tools, "tool_choice": NAMED, **sampling}
     text = httpx.post(f"{served.address}/v1/chat/completions", json={**body, "stream": True}, timeout=60).text
     events = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
     calls = [call for event in events for call in event["choices"][0]["delta"].get("tool_calls", ())]
