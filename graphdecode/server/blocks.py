@@ -106,7 +106,8 @@ class BlocksReply(Reply):
                 case CallArguments(_, piece):
                     events += self._grow(piece)
                 case CallEnd():
-                    events += self._close(is_cut=is_cut and number == len(parsed))
+                    is_last = self._parser is not None and self._parser.is_cut and number == len(parsed)
+                    events += self._close(is_cut=is_last)
         if self._open is None or self._open.kind != "text":
             self._scores = []  # of thoughts and calls
         return events + (self._close(is_cut=is_cut) if final else [])

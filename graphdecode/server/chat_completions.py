@@ -103,7 +103,7 @@ class ChatReply(ChoicesReply):
             message = {name: value for name, value in message.items() if name not in ("reasoning", "reasoning_content")}
         # as OpenAI's: a call that `tool_choice` named ends with "stop"
         is_named = isinstance(self.body_fields.tool_choice, dict)
-        called = finish_reason == "stop" and parser.num_calls and not is_named
+        called = finish_reason == "stop" and parser.num_calls and not (is_named or parser.is_cut)
         return message, "tool_calls" if called else finish_reason
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import time
 from datetime import UTC, datetime
@@ -186,11 +185,10 @@ class OllamaChatReply(BlocksReply):
 
     async def whole_body(self) -> bytes:
         """See `Reply.whole_body`."""
-        texts = {
-            kind: "".join(block.text for block in self.blocks if block.kind == kind) for kind in ("text", "reasoning")
-        }
-        calls = [_call(block) for block in self.blocks if block.kind == "call"]
-        return as_json(self._head(texts["text"], texts["reasoning"], calls) | self._ending())
+        thinking = "".join(block.text for block in self.blocks if block.kind == "reasoning")
+        calls = {block.index: _call(block) for block in self.blocks if block.kind == "call" and not block.is_cut}
+        content = "".join(block.text for block in self.blocks if block.index not in calls and block.kind != "reasoning")
+        return as_json(self._head(content, thinking, list(calls.values())) | self._ending())
 
     async def new_events(self) -> bytes:
         """See `Reply.new_events`."""
@@ -218,7 +216,10 @@ class OllamaChatReply(BlocksReply):
 
     def ended(self, block: ReplyBlock) -> list[dict[str, Any]]:
         """See `BlocksReply.ended`."""
-        return [self._head("", calls=[_call(block)]) | {"done": False}] if block.kind == "call" else []
+        if block.kind != "call":
+            return []
+        said = self._head(block.text) if block.is_cut else self._head("", calls=[_call(block)])
+        return [said | {"done": False}]
 
     def _head(self, text: str, thinking: str = "", calls: list[dict[str, Any]] | None = None) -> dict[str, Any]:
         model = self.body_fields.model or self.service.model_name
@@ -269,11 +270,8 @@ class OllamaEmbedReply(EmbeddingsReply):
 
 
 def _call(block: ReplyBlock) -> dict[str, Any]:
-    """Return a call; its arguments are an object, or their text if it was cut."""
-    arguments: Any = block.text
-    with contextlib.suppress(ValueError, RecursionError):
-        arguments = json.loads(block.text)
-    return {"function": {"name": block.name, "arguments": arguments}}
+    """Return a call that was not cut: clients take no other, so that its arguments are content."""
+    return {"function": {"name": block.name, "arguments": json.loads(block.text)}}
 
 
 def tag(name: str, path: Path) -> dict[str, Any]:

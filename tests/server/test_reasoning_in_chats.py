@@ -89,6 +89,17 @@ def test_a_call_that_must_come_is_behind_the_thought(served: Served) -> None:
     assert parts["reasoning"] == message["reasoning"]
 
 
+def test_a_call_that_a_stop_text_cuts_is_none_to_be_made(served: Served) -> None:
+    choice = posted(served, tools=TOOLS, tool_choice="required", max_tokens=200, stop=['"n"']).json()["choices"][0]
+    assert choice["message"]["tool_calls"][0]["function"] == {"name": "square", "arguments": "{"}
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", '"n"')
+    body = {"messages": ASKED, "max_tokens": 200, "thinking": {"type": "enabled", "budget_tokens": 6}}
+    body |= {"tools": [{"name": "square", "input_schema": SQUARE}], "tool_choice": {"type": "any"}}
+    message = httpx.post(f"{served.address}/v1/messages", json=body | {"stop_sequences": ['"n"']}, timeout=60).json()
+    assert message["content"][-1]["name"] == "square"
+    assert (message["stop_reason"], message["stop_sequence"]) == ("stop_sequence", '"n"')
+
+
 def test_a_call_once_begun_is_constrained_where_a_grammar_can_be_made() -> None:
     tokenizer = demo_tokenizer()
     tokenizer.chat_template = TEMPLATE

@@ -129,6 +129,7 @@ def test_a_constrained_call_that_is_cut_keeps_what_came() -> None:
     events = parser.feed('<tool_call>\n{"name": "f", "arguments": {"a": "x', final=True)
     assert isinstance(events[0], CallStart)
     assert events[1:] == [CallArguments(0, '{"a": "x'), CallEnd(0)]
+    assert parser.is_cut
 
 
 THINKS = format_of("<think></think><tool_call>")

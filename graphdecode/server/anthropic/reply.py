@@ -94,7 +94,7 @@ class MessageReply(BlocksReply):
         reason, stop = "end_turn", None
         if output.finish_reason == "length":
             reason = "max_tokens" if len(output.token_ids) == most else "model_context_window_exceeded"
-        elif any(block.kind == "call" for block in self.blocks):
+        elif any(block.kind == "call" for block in self.blocks) and not self.blocks[-1].is_cut:
             reason = "tool_use"
         elif isinstance(output.stop_reason, str):
             reason, stop = "stop_sequence", output.stop_reason

@@ -129,6 +129,7 @@ class ReplyParser:
         self.tools = tools
         self.is_constrained = is_constrained
         self.num_calls = 0  # begun so far
+        self.is_cut = False  # the output ended within a call
         self._in_reasoning = in_reasoning
         self._events: list[tuple[type, list[str], int, tuple[str, ...]]] = []
         self._source = TextSource()
@@ -268,6 +269,7 @@ class ReplyParser:
                     return True
         except NoCallError:
             if call.is_open:  # it is constrained, and was cut
+                self.is_cut = True
                 call.finish()
                 source.remember()
                 return True
@@ -395,6 +397,7 @@ class ReplyParser:
             call.finish()
         except NoCallError:
             if call.is_open:
+                self.is_cut = True
                 call.finish()
             else:
                 self._say("".join(pieces))
