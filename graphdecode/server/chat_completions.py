@@ -151,18 +151,19 @@ def prepared_chat(preprocessor: Preprocessor, body: ChatCompletion) -> Prepared:
     structured = requested
     if wants_tools and chat_format is not None:
         marks = preprocessor.input_processor.marks(chat_format.markers)
-        calling = Calling(tools, must=False, special_tokens=marks)
-        auto = preprocessor.config.constrain_tool_calls and requested is None
+        content = None if requested is None else requested.json_schema
+        calling = Calling(tools, must=False, content=content, special_tokens=marks)
+        auto = preprocessor.config.constrain_tool_calls and (requested is None or content is not None)
         calls = structured_output_of_calls(body, chat_format, calling, constrains_auto=auto)
-        if calls is not None and requested is not None:
+        if calls is not None and requested is not None and content is None:
             message = f"{requested.field} cannot be combined with strict or required tools"
             raise HttpError(400, message, param=requested.field)
-        structured = requested or calls
+        structured = requested if calls is None else calls._replace(otherwise=requested)
     ending, is_structured = rendered.ending(params), structured is not None
     shared = preprocessor.tokenized_params(ending, 1, body, is_structured=is_structured)
     prompt = preprocessor.tokenized_prompt(rendered.text, rendered.token_ids, shared, body)
     slim = protocol.without_large_parts(body)
-    is_constrained = requested is None and structured is not None
+    is_constrained = structured is not requested
     return Prepared(slim, [prompt], structured, chat_format, tools, body.echoed, in_reasoning, is_constrained)
 
 

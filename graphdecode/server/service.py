@@ -170,12 +170,13 @@ class Service:
     ) -> list[ParentRequest]:
         """Return the requests of prompts that share parameters; raises `HttpError` for a bad grammar."""
         grammar = None
-        if structured is not None:
+        while structured is not None and grammar is None:
             try:
                 grammar = await self.grammar_compiler.grammar(structured.params, caller)
             except ArgumentError as error:
                 if not structured.is_optional:
                     raise HttpError(400, structured.error_text(error), param=structured.field) from error
+                structured = structured.otherwise
         parents, input_processor = [], self.preprocessor.input_processor
         limit = self.client.rules.capacity.token_limit
         for prompt in prompts:

@@ -51,6 +51,15 @@ class StructuredOutput(NamedTuple):
     params: StructuredOutputsParams
     field: str  # name of the request's field
     is_optional: bool = False  # a request whose grammar cannot be compiled goes without one
+    otherwise: StructuredOutput | None = None  # or with this one
+
+    @property
+    def json_schema(self) -> dict[str, Any] | None:
+        """The schema of a `response_format`; None: it is something else."""
+        if self.field != "response_format":
+            return None
+        schema = {"type": "object"} if self.params.json_object else self.params.schema
+        return schema if isinstance(schema, dict) else None
 
     def error_text(self, error: ArgumentError) -> str:
         """Return an error of the engine with the names of the request's fields."""

@@ -100,6 +100,19 @@ def test_a_call_that_a_stop_text_cuts_is_none_to_be_made(served: Served) -> None
     assert (message["stop_reason"], message["stop_sequence"]) == ("stop_sequence", '"n"')
 
 
+@pytest.mark.parametrize("is_strict", [False, True])
+def test_what_is_no_call_has_the_response_format(served: Served, is_strict: bool) -> None:
+    tools = [{"type": "function", "function": {**TOOLS[0]["function"], "strict": is_strict}}]
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": ["<tool_call>", "no"]}}}
+    fields = {"tools": tools, "response_format": form, "max_tokens": 200}
+    for seed in range(3):
+        message = posted(served, seed=seed, **fields).json()["choices"][0]["message"]
+        for call in message.get("tool_calls", ()):
+            assert json.loads(call["function"]["arguments"]) in ({"n": 7}, {"n": 8})
+        assert message.get("tool_calls") or json.loads(message["content"]) in ("<tool_call>", "no")
+    assert posted(served, tool_choice="required", **fields).json()["choices"][0]["finish_reason"] == "tool_calls"
+
+
 def test_a_call_once_begun_is_constrained_where_a_grammar_can_be_made() -> None:
     tokenizer = demo_tokenizer()
     tokenizer.chat_template = TEMPLATE
@@ -114,7 +127,10 @@ def test_a_call_once_begun_is_constrained_where_a_grammar_can_be_made() -> None:
     assert free.structured.is_optional
     assert free.in_reasoning
     assert not prepared(SQUARE, tool_choice="none").is_constrained
-    assert not prepared(SQUARE, response_format={"type": "json_object"}).is_constrained
+    either = prepared(SQUARE, response_format={"type": "json_object"})
+    assert either.is_constrained
+    assert either.structured.otherwise.field == "response_format"
+    assert not prepared(SQUARE, structured_outputs={"regex": "a+"}).is_constrained
     assert not prepared(SQUARE, tool_choice="required").structured.is_optional
     plain = prepared_chat(preprocessor, ChatCompletion(messages=ASKED))
     assert plain.structured is None

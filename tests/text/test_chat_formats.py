@@ -255,6 +255,30 @@ def test_thousands_of_constrained_calls_are_what_their_schemas_say(name: str) ->
         calls += check_constrained_calls(FORMATS[name], seed, 8)
 
 
+@pytest.mark.parametrize("name", sorted(FORMATS))
+def test_an_output_calls_or_has_the_content_that_a_schema_says(name: str) -> None:
+    calling = Calling({"f": SCHEMA}, must=False, content={"enum": [{"one": 1}]})
+    grammar = grammar_of_calls(FORMATS[name], calling)
+    if grammar is None:  # nothing marks its calls
+        return
+    vocabulary, seen = Vocabulary(FORMATS[name]), set[str]()
+    matcher, rng = vocabulary.matcher(grammar), np.random.default_rng(0)
+    assert not matcher.is_error(), matcher.get_error()
+    for _ in range(12):
+        text, is_complete = vocabulary.output(matcher.deep_copy(), rng)
+        if not is_complete:
+            continue
+        found = replied(FORMATS[name], [text], {"f": SCHEMA}, is_constrained=True)
+        seen.add("call" if found.calls else "content")
+        if FORMATS[name].channels is not None:  # other messages come before
+            assert found.calls or found.content.endswith("}")
+        elif found.calls:
+            assert not found.content.strip()
+        else:
+            assert json.loads(found.content) == {"one": 1}
+    assert "content" in seen
+
+
 def test_a_schema_that_a_form_cannot_enforce_is_refused() -> None:
     odd = {"type": "object", "properties": {"a": {"type": "string", "format": "idn-email"}}, "required": ["a"]}
     for name in ("qwen_xml", "glm45", "gemma4"):

@@ -35,6 +35,7 @@ from graphdecode.text.chat_formats.source import words
 
 # llguidance's options for arguments: unsupported keywords are refused; JSON is spaced as chat templates write it
 _STRICT = {"lenient": False, "whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_FREE = {"lenient": False, "whitespace_flexible": True, "coerce_one_of": False}  # those for content
 # keywords of a function's parameters: schemas of only the first have no parameters, the others set the type
 _EMPTY_KEYWORDS = ANNOTATIONS | {"type", "properties", "required", "strict"}
 _TYPE_KEYWORDS = frozenset({"type", "$ref", "allOf", "anyOf", "oneOf", "const", "enum"})
@@ -59,6 +60,7 @@ class Calling:
     tools: Tools
     must: bool  # it calls, and says nothing else
     several: bool = True  # it may call more than once
+    content: Mapping[str, Any] | None = None  # schema of what it says if it does not call; None: any text
     special_tokens: Mapping[str, int] | None = None  # tokens by their text, which no text contains
 
 
@@ -126,21 +128,27 @@ class _Lark:
         rest = marker.lstrip()[len(words(marker)[0]) :]
         return f"{name} {self.literal(rest)}" if rest else name
 
-    def json(self, schema: Any) -> str:
+    def json(self, schema: Any, options: Mapping[str, Any] = _STRICT) -> str:
         """Return a rule of JSON."""
         document = schema if isinstance(schema, Mapping) else {} if schema is True else {"not": {}}
-        return self.rule(f"%json {json.dumps({**document, 'x-guidance': _STRICT}, ensure_ascii=False)}")
+        return self.rule(f"%json {json.dumps({**document, 'x-guidance': options}, ensure_ascii=False)}")
+
+    def content(self) -> str:
+        """Return what an output says if it does not call."""
+        schema = self._calling.content
+        return "TEXT" if schema is None else self.json(schema, _FREE)
 
     def answer(self, calls: CallSyntax) -> None:
         """Add the start of answers with calls that something marks, or that must come."""
         calling, block = self._calling, self._block(calls)
-        if calling.must:
+        if calling.must or calling.content is not None:
             more = f"({self.literal(calls.separator)} {block})*" if calls.separator else f"{block}*"
             several = calling.several and not calls.is_list and not calls.section_opening and calls.opening
             gap = (
                 self.rule(r"/[ \n]{0,2}/", kind="GAP") if self._format.thinking is not None else ""
             )  # behind a thought
             start = f"{gap} {block} {more if several else ''}"
+            start += "" if calling.must else f" | {gap} {self.content()}"
         elif calling.several:
             start = f"{block}* TEXT"
         else:
@@ -159,7 +167,8 @@ class _Lark:
             body = f'"[" {body} "]"'
         else:
             body = call
-        lead = self.literal(opening) if calling.must else self.until(opening)
+        is_first = calling.must or calling.content is not None
+        lead = self.literal(opening) if is_first else self.until(opening)
         return self.rule(f"{lead} {body} {self.literal(closing)}")
 
     def _call(self, calls: CallSyntax) -> str:
@@ -345,7 +354,11 @@ class _Lark:
             )
             for name, parameters in self._calling.tools.items()
         ]
-        last = calls if self._calling.must else [*calls, f"{channel} {self.literal(channels.content)} {message} TEXT"]
+        last = (
+            calls
+            if self._calling.must
+            else [*calls, f"{channel} {self.literal(channels.content)} {message} {self.content()}"]
+        )
         self.rules.append(f"start: ({' | '.join(before)})* ({' | '.join(last)})")
 
 
