@@ -60,13 +60,13 @@ def _is_value(text: str) -> bool:
     """Return whether it is JSON, with numbers of any size."""
     try:
         json.loads(text, parse_constant=_refuse)
-    except (ValueError, RecursionError):
+    except (NoCallError, ValueError, RecursionError):
         return False
     return True
 
 
 def _refuse(name: str) -> None:
-    raise ValueError(name)
+    raise NoCallError(name)
 
 
 def json_value(source: TextSource, sink: Sink) -> Reading[None]:

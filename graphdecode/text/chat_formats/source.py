@@ -10,13 +10,15 @@ from collections.abc import Callable, Generator, Sequence
 from functools import lru_cache
 from typing import TypeVar
 
+from graphdecode.errors import GraphdecodeError
+
 T = TypeVar("T")
 Reading = Generator[None, None, T]
 Sink = Callable[[str], None]
 _NO_SPACE = re.compile(r"\S")
 
 
-class NoCallError(Exception):
+class NoCallError(GraphdecodeError):
     """The text is not what a reader expects."""
 
 
