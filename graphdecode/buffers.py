@@ -229,10 +229,14 @@ class StagingBlock:
 
 def default_device(device: torch.device | str | None) -> torch.device:
     """Return a device; None means CUDA if available, else the CPU."""
+    has_cuda = torch.cuda.is_available()
     try:
-        return torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
+        found = torch.device(device if device is not None else "cuda" if has_cuda else "cpu")
     except (RuntimeError, TypeError):
         raise ArgumentError(f"device must be 'cpu', 'cuda' or 'cuda:N', got {device!r}") from None
+    if found.type == "cuda" and not has_cuda:
+        raise ArgumentError(f"device is {found}, but torch finds no CUDA device here")
+    return found
 
 
 def on_device(device: torch.device) -> AbstractContextManager[Any]:

@@ -178,6 +178,12 @@ def test_invalid_buffers_are_refused_by_argument(argument: str, options: dict) -
         StepBuffers(given.pop("slots"), **given)
 
 
+def test_a_gpu_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match="device is cuda:1, "):
+        StepBuffers([Slot("x", ("batch",), torch.float32)], max_batch_size=2, device="cuda:1")
+
+
 @pytest.mark.parametrize("tensor", [[1.0], torch.eye(2).to_sparse()])
 def test_only_tensors_with_storage_are_adopted(tensor: object) -> None:
     buffers = StepBuffers([], max_batch_size=2, device="cpu")

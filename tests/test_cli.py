@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import warnings
@@ -136,7 +137,7 @@ def test_a_refused_prompt_is_named_while_the_others_are_answered() -> None:
         (["generate", "-p", "a", "--model", "shape:llama-100m"], "shape:llama-100m"),
         (["generate", "-p", "a", "--config", "none.toml"], "none.toml"),
         (["generate", "-p", "a", "--max-tokens", "0"], "--max-tokens"),
-        (["quantize", "demo", "out", "--group-size", "-1"], "'--group-size'"),
+        (["quantize", "demo", "out", "--group-size", "-1"], "--group-size must be an integer >= 1, got '-1'"),
         (["batch", "none.jsonl", "answers.jsonl"], "none.jsonl"),
         (["generate", "-p", "a", "--temperature", "-1"], "--temperature must be"),
         (["generate", "-p", "a", "--dtype", "int4"], "--dtype must be"),
@@ -149,6 +150,10 @@ def test_a_refused_prompt_is_named_while_the_others_are_answered() -> None:
         (["buckets", "tune", "--record", "none.json", "--out", "o.toml"], "none.json"),
         (["profile", "--contexts", "100000", "--steps", "2", "--out", "p"], "context"),
         (["nonsense"], "nonsense"),
+        (["quantize", "demo"], "graphdecode quantize --help"),
+        (["serve", "demo"], "--model"),
+        (["inspect", "--dot", "x"], "--dot must be an integer, got 'x'"),
+        (["generate", "-p", "a", "--temperature", "warm"], "--temperature must be a number, got 'warm'"),
         (["generate", "-p", "a", "--max-batch-size", "0"], "--max-batch-size must be"),
         (["generate", "-p", "a", "--max-sequence-length", "0"], "--max-sequence-length must be"),
         (["generate", "-p", "a", "--max-sequence-length", "513"], "at most 512"),
@@ -175,6 +180,31 @@ def test_an_error_is_one_line_and_exit_code_2(tmp_path: Path, arguments: list[st
     assert message in last
     assert "Traceback" not in result.stderr
     assert result.stdout == ""
+
+
+@pytest.mark.parametrize(("arguments", "status"), [([], 2), (["-h"], 0), (["models", "-h"], 0)])
+def test_help_is_shown_where_nothing_is_asked_for(arguments: list[str], status: int) -> None:
+    result = run(*arguments)
+    assert result.returncode == status
+    shown = result.stdout if status == 0 else result.stderr  # of no command, not where its output would be
+    assert shown.startswith("Usage: ")
+    assert "\nCommands:\n" in shown
+    assert result.stdout + result.stderr == shown
+
+
+def test_ctrl_c_while_the_commands_are_imported_is_no_traceback(tmp_path: Path) -> None:
+    (tmp_path / "typer.py").write_text("raise KeyboardInterrupt")
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join((str(tmp_path), str(ROOT)))}
+    result = subprocess.run([*COMMAND, "--version"], capture_output=True, text=True, env=environment, check=False)
+    assert (result.returncode, result.stdout, result.stderr) == (130, "", "")
+
+
+def test_a_port_in_use_is_said_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("graphdecode.cli.serve.start_engine_process", lambda: pytest.fail("started"))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        result = run("serve", "--model", "demo", "--port", str(taken.getsockname()[1]))
+    assert result.returncode == 2
+    assert "--port 0" in result.stderr
 
 
 def test_batch_sizes_of_several_runs_are_added_up(tmp_path: Path) -> None:

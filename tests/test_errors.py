@@ -16,7 +16,8 @@ from typer.testing import CliRunner
 
 import graphdecode
 from graphdecode import ArgumentError, GraphdecodeError
-from graphdecode.cli import app, main
+from graphdecode.cli import main
+from graphdecode.cli.app import app
 
 ROOT = Path(__file__).parent.parent
 SOURCES = [path for folder in ("graphdecode", "kernels") for path in sorted((ROOT / folder).rglob("*.py"))]

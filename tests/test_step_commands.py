@@ -13,7 +13,7 @@ import pytest
 from command_line import run_command, spawn_command
 from typer.testing import CliRunner
 
-from graphdecode.cli import app
+from graphdecode.cli.app import app
 from graphdecode.cli.options import wide_console
 from graphdecode.models import describe_model, load_model, weight_bytes
 
@@ -137,6 +137,10 @@ def test_graphviz_errors_are_passed_on(run, tmp_path):
         (("check", "broken:step"), "error: broken "),
         (("check", "nowhere:step"), "error: nowhere "),
         (("check", "here.py:step"), "error: here.py cannot be imported (a module is meant, such as here:step"),
+        (
+            ("check", "package/inner.py:step"),
+            "error: package/inner.py cannot be imported (a module is meant, such as package.inner:step",
+        ),
         (("check", "half:step"), "error: half:step"),
     ],
 )

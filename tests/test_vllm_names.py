@@ -216,7 +216,11 @@ def test_a_dict_is_read_as_the_file_is() -> None:
     [
         ({"capacity": {"max_batch_size": 0}}, r"^config: \[capacity\] max_batch_size must be an integer in"),
         ({"capacity": {"rows": 1}}, r"^config: \[capacity\] rows: unknown key; known: max_batch_size"),
-        ({"max_batch_size": 1}, r"^config: unknown section or key 'max_batch_size'; known: \[capacity\]"),
+        (
+            {"max_batch_size": 1},
+            r"^config: unknown section or key 'max_batch_size'; it is a key of \[capacity\]; known",
+        ),
+        ({"capacity": {"quantize": "int8"}}, r"^config: \[capacity\] quantize: unknown key; it is a key of \[model\]"),
         ({"capacity": {"max_batch_size": 2}, "buckets": {"batch_sizes": [4]}}, "^config: batch_sizes must be at most"),
     ],
 )

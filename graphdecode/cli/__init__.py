@@ -1,5 +1,16 @@
 """The command line."""
 
-from graphdecode.cli.app import app, main
+import sys
 
-__all__ = ["app", "main"]
+__all__ = ["main"]
+
+_INTERRUPTED = 130  # as in shells
+
+
+def main() -> None:
+    """Run the command line; Ctrl-C ends it without a traceback while its modules are imported, too."""
+    try:
+        from graphdecode.cli.app import main as run
+    except KeyboardInterrupt:
+        sys.exit(_INTERRUPTED)
+    run()

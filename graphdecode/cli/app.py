@@ -13,10 +13,11 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import redirect_stdout
 from functools import partial
 from inspect import getdoc
 from types import FrameType
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -38,6 +39,7 @@ _PACKAGES = ("torch", "triton", "cuda-bindings", "numpy", "safetensors", "transf
 _SIGNALLED = 128  # plus the signal's number, as in shells
 _BROKEN_PIPE = 1  # as Python's own
 _INTERRUPTED_SECONDS = 5.0  # an error this soon after Ctrl-C comes of it
+_NUMBERS = {int: "an integer", float: "a number"}
 _DIGITS = re.compile("[0-9]{1,9}")
 _REPORT = (
     "this is a bug in graphdecode: please report it with the command, the lines above and what "
@@ -95,7 +97,15 @@ class _Conversion:
             return int(value)
         if kind == list[str] and all(type(each) is str for each in value):
             return list(value)
-        return self._of_typer().coerce(value, param=param, ctx=ctx)
+        try:
+            return self._of_typer().coerce(value, param=param, ctx=ctx)
+        except Exception as error:
+            expected = next((said for number, said in _NUMBERS.items() if number in (get_args(kind) or (kind,))), None)
+            if expected is None or isinstance(value, list | tuple):
+                raise
+            least = "" if info.min is None else f" >= {info.min:g}"
+            most = "" if info.max is None else f" and at most {info.max:g}"
+            raise ArgumentError(f"{param.opts[0]} must be {expected}{least}{most}, got {value!r}") from error
 
 
 class _Converts:
@@ -119,7 +129,7 @@ class _Group(_Converts, TyperGroup):
 app = typer.Typer(
     cls=_Group,
     add_completion=False,
-    no_args_is_help=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
     rich_markup_mode=None,  # tables cut the names of options in narrow terminals
     help="A CUDA-graph-first decode runtime: capture once per bucket, replay every token.",
@@ -211,6 +221,16 @@ def _with_flag(message: str) -> str:
     return next((f"{flag} {rest}" for flag in flags if flag in words), message)
 
 
+def _usage(error: Any) -> str:
+    """Return what is wrong with the arguments, and where the right ones are if that says none."""
+    message, context = str(error.format_message()), error.ctx
+    if context is None or message.endswith("?") or "ossible options" in message:
+        return message
+    if "unexpected extra argument" in message and any(option.name == "model" for option in context.command.params):
+        message += ": a model is given with --model"
+    return f"{message.removesuffix('.')}; see {context.command_path} --help"
+
+
 def main() -> None:
     """Run the command line.
 
@@ -225,6 +245,10 @@ def main() -> None:
     try:
         _reopen_standard_streams()
         arguments = [argument for argument in sys.argv[1:] if argument != "--debug"]
+        if not arguments:
+            with redirect_stdout(sys.stderr):
+                app(["--help"], standalone_mode=False)
+            sys.exit(2)
         status = app(arguments, standalone_mode=False)  # of `typer.Exit`, or None
         sys.stdout.flush()
         sys.exit(status)
@@ -246,7 +270,7 @@ def main() -> None:
             sys.exit(1)
         if "--debug" in sys.argv:
             raise
-        message = error.format_message() if hasattr(error, "format_message") else str(error)
+        message = _usage(error) if is_usage else str(error)
         if isinstance(error, OSError) and error.filename is not None:
             message = f"{error.filename}: {cause(error)}"
         if message:  # empty after a command's help

@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Coroutine
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from socket import socket
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
@@ -32,7 +33,7 @@ from graphdecode.cli.options import (
 )
 from graphdecode.config import EngineConfig, ReplicaConfig, ServerConfig, load_replica_config, load_server_config
 from graphdecode.errors import ArgumentError
-from graphdecode.server import start_engine_process
+from graphdecode.server import bind, start_engine_process
 
 if TYPE_CHECKING:
     from graphdecode.child import ConnectedChild
@@ -168,10 +169,14 @@ def serve(
         settings = settings_per_engine(settings, replicas)
     elif replicas.ray_address is not None or replicas.direct:
         raise ArgumentError("ray_address and direct are for several engines: --replicas or --autoscale says how many")
+    bound = None
+    if not replicas.behind_proxies or replicas.ray_address is None or server_config.port == 0:
+        bound = bind(server_config.host, server_config.port)  # else the proxies of a cluster may have it already
     # its process imports torch while this one does
     engine = None if replicas.enabled else start_engine_process()
     try:
-        _run(service_maker(model_name, paths, settings, server_config), settings, server_config, replicas, engine)
+        make_service = service_maker(model_name, paths, settings, server_config)
+        _run(make_service, settings, server_config, replicas, bound, engine)
     except BaseException:
         if engine is not None:
             engine.process.kill()
@@ -183,28 +188,27 @@ def _run(
     settings: EngineConfig,
     server_config: ServerConfig,
     replicas: ReplicaConfig,
+    bound: socket | None,
     engine: ConnectedChild | None,
 ) -> None:
     import logging
 
     with ctrl_c_blocked():
         from graphdecode.server.app import make_app
-        from graphdecode.server.run import bind, run
+        from graphdecode.server.run import run
 
     logging.basicConfig(format="%(levelname)s: %(message)s")
     logging.getLogger("graphdecode.server").setLevel(logging.INFO)
-    if replicas.enabled and not replicas.direct:  # behind Ray's proxies
+    if bound is None or replicas.behind_proxies:
         from graphdecode.server.replicas.cluster import Cluster
 
-        # the proxies of a cluster may have the port already
-        if replicas.ray_address is None or server_config.port == 0:
-            with bind(server_config.host, server_config.port) as free:
-                server_config = replace(server_config, port=free.getsockname()[1])
+        if bound is not None:
+            with bound:
+                server_config = replace(server_config, port=bound.getsockname()[1])
         service = make_service()
         ready = partial(_print_ready, service, f"http://{server_config.host}:{server_config.port}")
         _run_loop(Cluster(make_service, settings, server_config, replicas, "proxy").run(ready))
         return
-    bound = bind(server_config.host, server_config.port)
     service = make_service()
     service.client.prestarted = engine
     ready = partial(_print_ready, service, f"http://{server_config.host}:{bound.getsockname()[1]}")

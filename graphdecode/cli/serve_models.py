@@ -12,10 +12,11 @@ from graphdecode import __version__
 from graphdecode.cli.checkpoint import ModelPaths
 from graphdecode.cli.options import print_message
 from graphdecode.config import EngineConfig, ServerConfig
+from graphdecode.server.address import bind
 from graphdecode.server.app import make_app
 from graphdecode.server.door import make_door
 from graphdecode.server.model_pool import ModelPool, PooledModel
-from graphdecode.server.run import bind, run
+from graphdecode.server.run import run
 from graphdecode.server.service import Service, api_keys_of
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import sys
 import traceback
 from collections.abc import Callable
@@ -43,8 +44,9 @@ def _load(target: str) -> _UserStep:
     except Exception as error:
         last = traceback.extract_tb(error.__traceback__)[-1]
         where = "" if "importlib" in last.filename else f" at {last.filename}:{last.lineno}"
-        if module_name.endswith(".py") and getattr(error, "name", None) in (module_name, Path(module_name).stem):
-            where = f" (a module is meant, such as {Path(module_name).stem}{colon}{function}, not a file)"
+        if module_name.endswith(".py"):
+            meant = ".".join(Path(os.path.relpath(module_name)).with_suffix("").parts)
+            where = f" (a module is meant, such as {meant}{colon}{function}, not a file)"
         raise ArgumentError(f"{module_name} cannot be imported{where}: {type(error).__name__}: {error}") from error
     names = (function or "step", "buffers", "between_steps", "batch_sizes")
     step, buffers, between_steps, batch_sizes = (getattr(module, name, None) for name in names)

@@ -201,12 +201,14 @@ class ConfigDocument:
         for section, entries in document.items():
             if section not in sections or not isinstance(entries, Mapping):
                 known = ", ".join(f"[{name}]" for name in sections)
-                unknown = f"unknown section or key {shown(section)}{resembling(section, sections)}"
+                unknown = f"unknown section or key {shown(section)}"
+                unknown += _section_hint(section, sections) or resembling(section, sections)
                 raise ConfigError(f"{self._location(section)}: {unknown}; known: {known}")
             for name, value in entries.items():
                 where = f"{self._location(section, name)}: [{section}] {name}"
                 if name not in sections[section]:
-                    unknown = f"unknown key{resembling(name, sections[section])}"
+                    hint = _section_hint(name, sections) or resembling(name, sections[section])
+                    unknown = f"unknown key{hint}"
                     raise ConfigError(f"{where}: {unknown}; known: {', '.join(sections[section])}")
                 key = sections[section][name]
                 key.check(value, where)
@@ -233,6 +235,11 @@ class ConfigDocument:
 
     def _location(self, section: str, name: str | None = None) -> str:
         return f"{self._name}{_line_of(self._text, section, name)}"
+
+
+def _section_hint(name: str, sections: Mapping[str, Mapping[str, Key]]) -> str:
+    """Return in which section a key is that stands in none, or in another one."""
+    return next((f"; it is a key of [{section}]" for section, keys in sections.items() if name in keys), "")
 
 
 def written(config: Any, keys: Iterable[Key]) -> str:

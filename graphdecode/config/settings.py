@@ -572,6 +572,11 @@ class ReplicaConfig:
         return self.count is not None or self.autoscale is not None
 
     @property
+    def behind_proxies(self) -> bool:
+        """Whether Ray's proxies serve HTTP."""
+        return self.enabled and not self.direct
+
+    @property
     def bounds(self) -> tuple[int, int]:
         """Engines at least and at most."""
         if self.autoscale is None:

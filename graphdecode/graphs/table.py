@@ -438,7 +438,7 @@ class GraphManager(GraphTable):
         **options: Any,
     ) -> None:
         check_arguments(step, buffers)
-        if isinstance(ladder, int):
+        if not isinstance(ladder, Iterable):
             raise ArgumentError(f"ladder must be batch sizes such as [1, 2, 4], or a BucketLadder, got {ladder!r}")
         if not isinstance(ladder, BucketLadder):
             ladder = BucketLadder(ladder, buffers.max_batch_size)

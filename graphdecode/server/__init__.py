@@ -1,6 +1,7 @@
 """OpenAI's HTTP surface over an engine in a process of its own."""
 
 from graphdecode.child import ConnectedChild, start_connected
+from graphdecode.server.address import bind as bind
 
 _FEW_ARENAS = {"MALLOC_ARENA_MAX": "2"}  # else each thread that compiles grammars keeps its peak memory
 

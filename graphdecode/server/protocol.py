@@ -47,7 +47,6 @@ _TYPES: dict[Any, str] = {  # pydantic's names of the types that a field may hav
     "list[list[int]]": "an array of arrays of integers",
     "dict[str,any]": "an object",
     "list[dict[str,any]]": "an array of objects",
-    "literal['none','auto','required']": "'none', 'auto' or 'required'",
 }
 MAX_ID_LENGTH = 256  # characters of a request's id
 GeneratingPath = Literal["/v1/completions", "/v1/chat/completions"]
@@ -267,17 +266,24 @@ def problem_of(error: ValidationError) -> BodyProblem:
     errors = error.errors(include_url=False)
     field = errors[0]["loc"][:1]
     errors = [each for each in errors if each["loc"][:1] == field]
-    located = [(tuple(key for key in each["loc"] if key not in _TYPES), each) for each in errors]
+    located = [(tuple(key for key in each["loc"] if not _is_type(key)), each) for each in errors]
     location, first = max(located, key=lambda pair: (len(pair[0]), [key for key in pair[0] if isinstance(key, int)]))
     path = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in location).removeprefix(".")
     path = path[:_MAX_LOCATION_LENGTH]
     types = list(dict.fromkeys(_type_of(each) for keys, each in located if keys == location))
-    if None in types:
+    if first["type"] == "missing":
+        message = f"{path} is required"
+    elif None in types:
         message = f"{path}: {first['msg']}" if path else first["msg"]
     else:
         expected = " or ".join(filter(None, (", ".join(map(str, types[:-1])), types[-1])))
         message = f"{path or 'the body'} must be {expected}, got {shown(first['input'])}"
     return BodyProblem(message, path or None, first["type"])
+
+
+def _is_type(key: int | str) -> bool:
+    """Whether a part of an error's location names a type of the field, as pydantic does for a field of several."""
+    return key in _TYPES or (isinstance(key, str) and key.startswith("literal["))
 
 
 def _type_of(error: Any) -> str | None:

@@ -1,4 +1,4 @@
-"""Running a server: bind, load, serve, drain, shut down; uvicorn's HTTP with limits on time and connections."""
+"""Running a server: load, serve, drain, shut down; uvicorn's HTTP with limits on time and connections."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from graphdecode.config import ServerConfig
-from graphdecode.errors import ArgumentError, cause
 from graphdecode.server.http import HttpError
 
 MAX_HEAD_BYTES = 64 << 10
@@ -133,20 +132,6 @@ class BoundedProtocol(HttpToolsProtocol):
 def _cancel(timer: asyncio.TimerHandle | None) -> None:
     if timer is not None:
         timer.cancel()
-
-
-def bind(host: str, port: int) -> socket.socket:
-    """Return a socket that holds an address, refusing connections until the server listens; raises `ArgumentError`."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # named as TCP, or asyncio leaves Nagle's algorithm on, which holds an answer back for 40 ms
-    bound = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        bound.bind((host, port))
-    except OSError as error:
-        bound.close()
-        raise ArgumentError(f"cannot listen on {host} port {port}: {cause(error)}") from error
-    return bound
 
 
 class ServedModel(Protocol):

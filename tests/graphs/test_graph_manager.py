@@ -13,7 +13,7 @@ import pytest
 import torch
 from command_line import run_python
 
-from graphdecode import BucketLadder, CaptureError, FrozenError, GraphManager, Slot, StepBuffers
+from graphdecode import BucketConfig, BucketLadder, CaptureError, FrozenError, GraphManager, Slot, StepBuffers
 from graphdecode.buffers import Batch
 from graphdecode.errors import ArgumentError
 from graphdecode.kernels.norm.rms_norm import rms_norm
@@ -332,7 +332,16 @@ def test_graphs_that_were_left_open_end_before_the_process_group(tmp_path):
     assert printed.split("\n") == ["graph closed", "graph closed", "group destroyed", ""]
 
 
-@pytest.mark.parametrize("wrong", [{"step": "step"}, {"buffers": {}}, {"ladder": 2}, {"warmup_steps": "2"}])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"step": "step"},
+        {"buffers": {}},
+        {"ladder": 2},
+        {"ladder": BucketConfig(max_batch_size=8)},
+        {"warmup_steps": "2"},
+    ],
+)
 def test_arguments_of_a_wrong_type_are_named(step, buffers, weight, wrong: dict) -> None:
     given = {"step": step, "buffers": buffers, "ladder": [1], "constants": [weight], **wrong}
     with pytest.raises(ArgumentError, match=next(iter(wrong))):

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from graphdecode import LLM, BucketConfig, Engine, EngineConfig, Request, SamplingParams
-from graphdecode.cli import app
+from graphdecode.cli.app import app
 from graphdecode.engine.assembly import make_runner
 from graphdecode.engine.capacity import plan_capacity
 from graphdecode.engine.steps import step as step_module

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from graphdecode import BucketConfig, EngineConfig
 from graphdecode.buckets import StepShape
 from graphdecode.buffers import Batch
-from graphdecode.cli import app
+from graphdecode.cli.app import app
 from graphdecode.engine.assembly import make_runner
 from graphdecode.engine.loading import load_runner
 from graphdecode.engine.steps import DecodeStep

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from graphdecode import LLM, BucketConfig, SamplingParams
 from graphdecode.buckets import BucketLadder
-from graphdecode.cli import app
+from graphdecode.cli.app import app
 from graphdecode.config import EngineConfig
 from graphdecode.profiling.ladder_trial import LadderTrial, Ratio, Trial, trace_of, try_ladders
 from graphdecode.profiling.tuner import (

@@ -13,11 +13,12 @@ from ray import serve
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from graphdecode.server.address import bind
 from graphdecode.server.app import make_app
 from graphdecode.server.batch import BatchRequest, answer_request
 from graphdecode.server.replicas.front import REPLICA_HEADER
 from graphdecode.server.replicas.ray_channel import LEASE_HEADER, Route
-from graphdecode.server.run import bind, make_server
+from graphdecode.server.run import make_server
 from graphdecode.server.service import Service
 
 _RESTART_SECONDS = 60.0  # for an engine to restart; then Ray replaces the replica
