@@ -276,7 +276,7 @@ def _post(service: Service, endpoint: Endpoint | GeneratingEndpoint) -> Callable
     async def answered(request: Request) -> Response:
         media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if media_type != "application/json":  # a browser sends others from any origin
-            raise HttpError(415, f"the content type must be application/json, got {media_type[:100]!r}")
+            raise HttpError(415, f"the content type must be application/json, got {media_type[:100]!r} (curl: --json)")
         async with service.bodies.read(request) as data:
             response = await unless_disconnected(
                 request.receive, endpoint.respond(service, data, caller_of(request.scope))

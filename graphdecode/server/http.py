@@ -125,7 +125,11 @@ async def _handle(request: Request, error: Exception) -> Response:
             paths = (getattr(route, "path", "") for route in request.app.routes)
             disabled = getattr(request.app.state, "disabled", {})
             enabled = [path for path in dict.fromkeys(paths) if path.startswith("/v1") and path not in disabled]
-            hint = disabled.get(path_below_root(request.scope), f"below /v1 there are {', '.join(enabled)}")
+            asked = path_below_root(request.scope)
+            meant = f"/v1{asked.rpartition('/v1')[2]}"  # a client's base address lacks it, or has it twice
+            plain = ", ".join(path for path in enabled if "{" not in path)
+            hint = f"did you mean {meant}?" if meant in enabled else f"below /v1 there are {plain}"
+            hint = disabled.get(asked, hint)
             message = f"there is no {shown(request.url.path, plain=True)}; {hint}"
         headers = dict(error.headers or {})
         if "Allow" in headers:

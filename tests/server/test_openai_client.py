@@ -378,6 +378,10 @@ def test_a_body_that_is_no_json_is_refused(served: Served) -> None:
             assert error["message"].startswith(f"there is no {path}; below /v1 there are /v1/models, ")
             assert "/v1/chat/completions" in error["message"]
             assert "lora_adapter" not in error["message"]  # without lora_folder
+            assert "{" not in error["message"]
+        for path in ("/chat/completions", "/v1/v1/chat/completions", "/openai/v1/chat/completions"):
+            error = http.post(path, json={}).json()["error"]
+            assert error["message"].endswith("did you mean /v1/chat/completions?")
         asleep = http.post("/sleep").json()["error"]
         assert (asleep["type"], "dev_endpoints" in asleep["message"]) == ("not_found_error", True)
         refused = http.get("/v1/completions")
