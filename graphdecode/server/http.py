@@ -21,6 +21,7 @@ from graphdecode.errors import AnswerError, ArgumentError, GraphdecodeError, sho
 
 # error codes of requests, in addition to those of `Event`
 RESTARTING, REFUSED, SLEEPING, BUSY = "restarting", "refused", "sleeping", "busy"
+CONTEXT_LENGTH = "context_length_exceeded"
 _STATUS = {RESTARTING: 503, SLEEPING: 503, BUSY: 409, REFUSED: 400, "form_too_complex": 400}
 _OLLAMA = "/api/"  # likewise of Ollama's
 _MESSAGES = "/v1/messages"  # paths of Anthropic's API, whose errors differ, begin with it
@@ -74,7 +75,8 @@ class HttpError(GraphdecodeError):
     def anthropic_body(self) -> dict[str, Any]:
         """The body in Anthropic's format."""
         kind = _ANTHROPIC_KINDS.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
-        return {"type": "error", "error": {"type": kind, "message": str(self)}}
+        begins = "prompt is too long: " if self.code == CONTEXT_LENGTH else ""  # which agents look for
+        return {"type": "error", "error": {"type": kind, "message": f"{begins}{self}"}}
 
     @property
     def ollama_body(self) -> dict[str, Any]:
@@ -90,7 +92,7 @@ def as_http_error(error: GraphdecodeError, fields: frozenset[str]) -> HttpError:
     if isinstance(error, ArgumentError):
         match = _NAMED.match(str(error))
         param = match[1] if match and match[2] in fields else None
-        code = "context_length_exceeded" if isinstance(error, ContextLengthError) else None
+        code = CONTEXT_LENGTH if isinstance(error, ContextLengthError) else None
         return HttpError(400, str(error), param=param, code=code)
     if isinstance(error, AnswerError) and error.code in _STATUS:
         headers = {"Retry-After": "5"} if error.code == RESTARTING else None

@@ -153,6 +153,9 @@ def test_errors_are_of_the_apis_form(http: httpx.Client, served: Served) -> None
     assert error_of(http.post("/v1/messages", json=ASKED | {"top_p": -1.0})) == (400, "invalid_request_error")
     assert error_of(http.post("/v1/messages", content=b"{}")) == (415, "invalid_request_error")
     assert error_of(http.get("/v1/messages"))[0] == 405
+    long = http.post("/v1/messages", json=ASKED | {"messages": [{"role": "user", "content": "<|chat|>" * 300}]})
+    assert error_of(long) == (400, "invalid_request_error")
+    assert "prompt is too long" in long.json()["error"]["message"]  # then agents make it shorter
     with served.client() as stranger:
         assert error_of(stranger.post("/v1/messages", json=ASKED)) == (401, "authentication_error")
         for headers in ({"x-api-key": KEY}, {"authorization": f"Bearer {KEY}"}):
