@@ -12,17 +12,19 @@ import uuid
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from graphdecode.errors import ArgumentError
-from graphdecode.server.endpoints import GENERATING, POOLING
+from graphdecode.server.endpoints import GENERATING, POOLING, TRANSLATED
 from graphdecode.server.http import HttpError
 from graphdecode.server.protocol import GeneratingPath, problem_of
 from graphdecode.server.run import ServedModel
 from graphdecode.server.service import Service
 
+_ENDPOINTS: dict[str, Any] = {**GENERATING, **POOLING, **TRANSLATED}
+_USAGE = {"prompt_tokens": "input_tokens", "completion_tokens": "output_tokens"}  # names, and those of responses
 _RESPONSE_BEGINS = b'{"id": "batch_req_'
 _SYNC_EVERY_SECONDS = 1.0
 ATTEMPTS = 3  # for a request whose engine ended
@@ -38,7 +40,7 @@ class BatchRequest(BaseModel):
 
     custom_id: str = Field(min_length=1)
     method: Literal["POST"]
-    url: GeneratingPath | Literal["/v1/embeddings"]
+    url: GeneratingPath | Literal["/v1/responses", "/v1/embeddings", "/v1/rerank", "/v1/score"]
     body: dict[str, Any]
 
 
@@ -173,8 +175,7 @@ async def answer_request(service: Service, request: BatchRequest) -> tuple[int, 
             if request.body.get("stream"):
                 raise HttpError(400, "stream is not supported in a batch", param="stream")
             data = json.dumps(request.body).encode()
-            endpoint = POOLING[request.url] if request.url in POOLING else GENERATING[cast(GeneratingPath, request.url)]
-            reply = await endpoint.respond(service, data, caller="")
+            reply = await _ENDPOINTS[request.url].respond(service, data, caller="")
             return 200, json.loads(await reply.whole())
         except HttpError as failed:
             if failed.status < 500 or attempt == ATTEMPTS:
@@ -201,13 +202,14 @@ async def run_batch(
     cannot be written.
     """
     waiting = (request for request in requests if request.custom_id not in output.answered)
-    used: Counter[str] = Counter(prompt_tokens=0, completion_tokens=0)
+    used: Counter[str] = Counter(dict.fromkeys(_USAGE, 0))
 
     async def work() -> None:
         for request in waiting:  # shared by all workers
             status, body = await answer(request)
-            for name in used:
-                used[name] += body.get("usage", {}).get(name, 0)
+            usage = body.get("usage") or {}
+            for name, other in _USAGE.items():
+                used[name] += usage.get(name, usage.get(other, 0))
             output.add(request.custom_id, uuid.uuid4().hex, status, body)
             on_response()
 

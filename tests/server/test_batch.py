@@ -111,6 +111,8 @@ def test_requests_of_all_kinds_have_the_answers_of_the_library_and_bad_ones_thei
         request("too long", prompt="1+1=" * 500),
         request("stream", prompt="1+1=", stream=True),
         request("no messages", "/v1/chat/completions"),
+        request("response", "/v1/responses", input="12+30", max_output_tokens=4, temperature=0),
+        request("score", "/v1/score", text_1="12+30=", text_2="12+30="),
     ]
     runs.input.write_text("".join(lines))
     config = runs.input.with_name("batch.toml")
@@ -118,21 +120,27 @@ def test_requests_of_all_kinds_have_the_answers_of_the_library_and_bad_ones_thei
     write_adapter(loud, 1.0)
     modules = f'lora_modules = ["loud={loud}"]'
     config.write_text(f"[server]\ntrust_request_chat_template = true\nmax_waiting = 0\n{modules}\n")
+    template = runs.input.with_name("template.jinja")
+    template.write_text(TEMPLATE)
     options = ("--config", str(config), "--max-batch-size", "4", "--max-sequence-length", "256")
+    options += ("--chat-template", str(template))
     assert runs.finish(*options) == 2  # some could not be served
 
     answers = runs.answers()
     texts = {
         name: [choice.get("text", choice.get("message", {}).get("content")) for choice in answer["body"]["choices"]]
         for name, answer in answers.items()
-        if answer["status_code"] == 200
+        if answer["status_code"] == 200 and "choices" in answer["body"]
     }
+    response = answers.pop("response")["body"]
+    assert answers.pop("score")["body"]["data"][0]["score"] == pytest.approx(1, abs=1e-3)
     with LLM("demo", device="cpu", max_batch_size=4, max_sequence_length=256, max_adapters=1) as llm:
         adapters = [None, None, None, LoRARequest("loud", 1, loud)]
         params = SamplingParams(temperature=0, max_tokens=8)
         greedy = llm.generate([*prompts, "12+30=", prompts[1]], params, lora_request=adapters)
         seeded = llm.generate("sort zebra=", SamplingParams(temperature=1.3, seed=5, n=2, max_tokens=8))
     rev, total, turn, adapted = [output.outputs[0].text for output in greedy]
+    assert response["output"][0]["content"][0]["text"] == turn
     assert texts.pop("form")[0].isdigit()
     assert texts == {
         "greedy": [total],
