@@ -133,6 +133,9 @@ def test_prompts_of_all_kinds_have_blocks_and_what_is_none_has_none() -> None:
     assert blocks[0][:3] == blocks[1][:3]
     assert blocks[0] != blocks[1]
     assert prompt_blocks({"messages": one, "tools": [1]})[0] != blocks[0][0]
+    asked = {"instructions": "y" * 64, "input": "z" * 64}
+    assert prompt_blocks(asked)[0] == prompt_blocks(asked | {"input": "x" * 64})[0]
+    assert prompt_blocks(asked)[-1] != prompt_blocks(asked | {"input": "x" * 64})[-1]
     assert prompt_blocks({"prompt": ["y" * 64, "z"]}) == prompt_blocks({"prompt": "y" * 64})
     assert len(prompt_blocks({"prompt": list(range(100))})) == len(json.dumps(list(range(100)))) // BLOCK_CHARACTERS
     assert len(prompt_blocks({"prompt": "y" * 10**6})) == MAX_BLOCKS

@@ -116,8 +116,9 @@ def prompt_blocks(body: Any) -> list[int]:
     Prompts with the same beginning share their first blocks; tokenizer and chat template are not applied.
     """
     body = body if isinstance(body, dict) else {"prompt": ""}
-    if "messages" in body:  # tools stand before the messages in most chat templates
-        text = json.dumps([body.get("tools"), body["messages"]], ensure_ascii=False)
+    if "messages" in body or "input" in body:  # tools stand before the messages in most chat templates
+        named = ("tools", "instructions", "messages", "input")
+        text = json.dumps([body[name] for name in named if body.get(name)], ensure_ascii=False)
     else:
         prompt = body.get("prompt")
         if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
