@@ -149,9 +149,10 @@ def prepared_chat(preprocessor: Preprocessor, body: ChatCompletion) -> Prepared:
     begins = body.begins_message
     in_reasoning = thinking is not None and opens_thought(thinking, rendered.text, begins_message=begins)
     structured = requested
-    if wants_tools and chat_format is not None:
+    content = None if requested is None else requested.json_schema
+    has_channels = chat_format is not None and chat_format.channels is not None
+    if chat_format is not None and (wants_tools or (has_channels and content is not None)):
         marks = preprocessor.input_processor.marks(chat_format.markers)
-        content = None if requested is None else requested.json_schema
         calling = Calling(tools, must=False, content=content, special_tokens=marks)
         auto = preprocessor.config.constrain_tool_calls and (requested is None or content is not None)
         calls = structured_output_of_calls(body, chat_format, calling, constrains_auto=auto)

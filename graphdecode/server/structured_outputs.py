@@ -153,6 +153,7 @@ def structured_output_of_calls(
     may be called, where a grammar can be made; else for strict ones. Raises `HttpError` for a malformed tool.
     """
     functions = [tool["function"] for tool in body.tools or [] if isinstance(tool.get("function"), dict)]
+    functions = functions if calling.tools else []
     choice, must = body.tool_choice, False
     several = body.parallel_tool_calls is not False
     if isinstance(choice, dict):
@@ -167,7 +168,7 @@ def structured_output_of_calls(
     if not (must or has_strict or constrains_auto):
         return None
     named = [(function.get("name"), function.get("parameters")) for function in functions]
-    if not named or not all(
+    if not (named or calling.content is not None) or not all(
         isinstance(name, str) and isinstance(parameters, dict | None) for name, parameters in named
     ):
         raise HttpError(400, "tools: each function must have a name, and parameters that are a schema", param="tools")

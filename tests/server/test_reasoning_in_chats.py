@@ -7,6 +7,7 @@ from typing import Any
 
 import httpx2 as httpx
 import pytest
+from llguidance import LLMatcher, LLTokenizer, grammar_from
 from preprocessors import demo_preprocessor, demo_tokenizer
 from served import Served, serving
 
@@ -137,6 +138,28 @@ def test_a_call_once_begun_is_constrained_where_a_grammar_can_be_made() -> None:
     assert plain.chat_format is not None  # it thinks
     tokenizer.chat_template = "{{ messages[0].content }}"
     assert prepared_chat(preprocessor, ChatCompletion(messages=ASKED)).chat_format is None
+
+
+def test_a_response_format_leaves_the_messages_of_harmony_their_headers() -> None:
+    tokenizer = demo_tokenizer()
+    tokenizer.chat_template = "{# <|channel|>analysis #}{{ messages[0].content }}"
+    preprocessor = demo_preprocessor(tokenizer, tokens=2048)
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": [{"one": 1}]}}}
+    prepared = prepared_chat(preprocessor, ChatCompletion(messages=ASKED, response_format=form))
+    assert prepared.structured is not None
+    backend = tokenizer.backend_tokenizer
+    vocabulary = LLTokenizer(backend.to_str(), n_vocab=backend.get_vocab_size())
+
+    def is_allowed(text: str) -> bool:
+        matcher = LLMatcher(vocabulary, grammar_from("grammar", str(prepared.structured.params.grammar)), log_level=0)
+        ids = backend.encode(text, add_special_tokens=False).ids
+        return matcher.try_consume_tokens(ids) == len(ids)
+
+    thought = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
+    assert is_allowed(thought + '<|channel|>final<|message|>{"one": 1}')
+    assert is_allowed('<|channel|>final<|message|>{"one": 1}')
+    assert not is_allowed(thought + "<|channel|>final<|message|>no")
+    assert not is_allowed('{"one": 1}')
 
 
 @pytest.mark.parametrize(
