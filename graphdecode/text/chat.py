@@ -113,7 +113,8 @@ def render_chat(
         text.encode("utf-8")
     except UnicodeEncodeError as error:  # surrogates
         raise ArgumentError(f"a message is not valid text: {error}") from error
-    return RenderedChat(text, _encoded(tokenizer, text, special=add_special_tokens), _end_of_turn(tokenizer, rendered))
+    ends = _end_of_turn(tokenizer, template, rendered)
+    return RenderedChat(text, _encoded(tokenizer, text, special=add_special_tokens), ends)
 
 
 def as_conversations(messages: Any) -> list[list[Message]]:
@@ -226,8 +227,12 @@ def _encoded(tokenizer: Any, text: str, *, special: bool = False) -> list[int]:
     return list(encoding.ids)
 
 
-def _end_of_turn(tokenizer: Any, rendered: Callable[..., str]) -> tuple[int, ...]:
-    """Return the special token after the assistant's messages in a template, which is not always an EOS token."""
+def _end_of_turn(tokenizer: Any, template: str, rendered: Callable[..., str]) -> tuple[int, ...]:
+    """Return the special tokens after the assistant's messages in a template, which are not always EOS tokens."""
+    chat_format = format_of(template)
+    if chat_format is not None and chat_format.channels is not None:  # its first ending is that of a part of a turn
+        ids = map(tokenizer.backend_tokenizer.token_to_id, chat_format.channels.endings[1:])
+        return tuple(token for token in ids if token is not None)
     messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _MARK}]
     try:
         text = rendered(messages, add_generation_prompt=False)

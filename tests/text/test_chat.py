@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from demo_copies import demo_copy
+from tokenizers import AddedToken
 
 from graphdecode import LLM, AsyncLLM, GraphdecodeError, SamplingParams
 from graphdecode.models import resolve_model_path
@@ -178,6 +179,15 @@ def test_the_end_of_a_turn_is_found_where_there_is_one(unaware: Path) -> None:
     ends = render_chat(own, TURNS, chat_template="{% for m in messages %}{{ m.content }}<|eos|>{% endfor %}")
     assert ends.ending(SamplingParams(stop_token_ids=[7])).stop_token_ids == (7, 257)
     assert ends.ending(SamplingParams(ignore_eos=True)).stop_token_ids is None
+
+
+def test_a_turn_of_harmony_goes_on_behind_its_thought() -> None:
+    tokenizer = load_tokenizer(resolve_model_path("demo"))
+    backend = tokenizer.backend_tokenizer
+    backend.add_special_tokens([AddedToken(f"<|{name}|>", normalized=False) for name in ("end", "return", "call")])
+    tokenizer.chat_template = "{# <|channel|>analysis #}{% for m in messages %}{{ m.content }}<|end|>{% endfor %}"
+    ends = render_chat(tokenizer, [{"role": "user", "content": "Hi"}]).end_of_turn_ids
+    assert ends == tuple(map(backend.token_to_id, ("<|return|>", "<|call|>")))
 
 
 def test_async_llm_chats_like_llm(llm: LLM) -> None:
