@@ -23,7 +23,7 @@ from graphdecode.server.protocol import GeneratingPath, problem_of
 from graphdecode.server.run import ServedModel
 from graphdecode.server.service import Service
 
-_ENDPOINTS: dict[str, Any] = {**GENERATING, **POOLING, **TRANSLATED}
+_ENDPOINTS = dict[str, Any]([*GENERATING.items(), *POOLING.items(), *TRANSLATED.items()])
 _USAGE = {"prompt_tokens": "input_tokens", "completion_tokens": "output_tokens"}  # names, and those of responses
 _RESPONSE_BEGINS = b'{"id": "batch_req_'
 _SYNC_EVERY_SECONDS = 1.0

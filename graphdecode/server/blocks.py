@@ -54,6 +54,7 @@ class BlocksReply(Reply):
         self._thoughts: ThoughtTokens | None = None
         if (chat_format := prepared.chat_format) is not None and chat_format.thinks:
             self._thoughts = ThoughtTokens(chat_format, self._texts.bytes_of, in_reasoning=prepared.in_reasoning)
+        self._thinks_first = chat_format is not None and chat_format.thinking is not None
 
     @property
     def num_reasoning_tokens(self) -> int:
@@ -108,7 +109,7 @@ class BlocksReply(Reply):
                 case CallEnd():
                     is_last = self._parser is not None and self._parser.is_cut and number == len(parsed)
                     events += self._close(is_cut=is_last)
-        if self._open is None or self._open.kind != "text":
+        if self.blocks and (self._open is None or self._open.kind != "text"):
             self._scores = []  # of thoughts and calls
         return events + (self._close(is_cut=is_cut) if final else [])
 
@@ -130,6 +131,9 @@ class BlocksReply(Reply):
         scores = list[dict[str, Any]]()
         if self._open.kind == "text":
             scores, self._scores = self._scores, scores
+            if scores and self._thinks_first:
+                begins = len(self.cursor.state.output.token_ids) - len(scores)
+                scores = scores[max(self.num_reasoning_tokens - begins, 0) :]
             self._open.logprobs += scores
         return self.grown(self._open, piece, scores)
 

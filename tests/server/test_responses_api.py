@@ -187,6 +187,11 @@ def test_log_probabilities_come_where_they_are_included(client: openai.OpenAI, s
     events = events_of(served, **included)
     streamed = [score for event in events if event["type"].endswith("text.delta") for score in event["logprobs"]]
     assert [score["token"] for score in streamed][:4] == ["Hello", ", ", "world", "!"]
+    events = events_of(served, reasoning={"effort": "low"}, **included)
+    streamed = [
+        score for event in events if event["type"] == "response.output_text.delta" for score in event["logprobs"]
+    ]
+    assert [score["token"] for score in streamed][:1] == ["\n\nYes."]  # those of the thought are not the text's
 
 
 # what needs no server
