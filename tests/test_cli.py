@@ -199,10 +199,16 @@ def test_ctrl_c_while_the_commands_are_imported_is_no_traceback(tmp_path: Path) 
     assert (result.returncode, result.stdout, result.stderr) == (130, "", "")
 
 
-def test_a_port_in_use_is_said_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("graphdecode.cli.serve.start_engine_process", lambda: pytest.fail("started"))
+@pytest.mark.parametrize("others", [(), ("--model", "other")], ids=["one model", "two"])
+def test_a_port_in_use_is_said_before_anything_is_loaded(
+    others: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "other").symlink_to(resolve_model_path("demo"))
+    for name in ("start_engine_process", "_run_loop"):
+        monkeypatch.setattr(f"graphdecode.cli.serve.{name}", lambda *_: pytest.fail("started"))
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        result = run("serve", "--model", "demo", "--port", str(taken.getsockname()[1]))
+        port = str(taken.getsockname()[1])
+        result = run("serve", "--model", "demo", *others, "--port", port, folder=tmp_path)
     assert result.returncode == 2
     assert "--port 0" in result.stderr
 

@@ -78,6 +78,11 @@ def test_a_quick_answer_imports_nothing_heavy(arguments: list[str]) -> None:
     assert not imported_by_command(*arguments) & HEAVY
 
 
+@pytest.mark.parametrize("command", ["check", "inspect"])
+def test_a_wrong_module_is_answered_without_torch(command: str) -> None:
+    assert "torch" not in imported_by_command(command, "no_such_module:step")
+
+
 @pytest.mark.parametrize("arguments", [["generate", "-p", "a"], ["chat", "Hello"], ["serve"]])
 def test_a_wrong_model_is_answered_without_torch(arguments: list[str]) -> None:
     assert "torch" not in imported_by_command(*arguments, "--model", "no-such-model")

@@ -152,11 +152,12 @@ def serve(
     settings = settings_of(config, **overrides)
     server_config, replicas = load_server_config(config, **serving), load_replica_config(config, **scale)
     if (several := models_named(model)) is not None:
+        check_settings_of_several(several, tokenizer, server_config, replicas)
+        bound = bind(server_config.host, server_config.port)  # before what takes seconds
         from graphdecode.cli.serve_models import serve_models
 
-        check_settings_of_several(several, tokenizer, server_config, replicas)
         makers = {name: partial(_create_service, name, paths) for name, paths in several.items()}
-        _run_loop(serve_models(several, makers, settings, server_config))
+        _run_loop(serve_models(several, makers, settings, server_config, bound))
         return
     (model_name,) = model
     paths = find_model(model_name, tokenizer)
@@ -169,14 +170,14 @@ def serve(
         settings = settings_per_engine(settings, replicas)
     elif replicas.ray_address is not None or replicas.direct:
         raise ArgumentError("ray_address and direct are for several engines: --replicas or --autoscale says how many")
-    bound = None
+    free = None
     if not replicas.behind_proxies or replicas.ray_address is None or server_config.port == 0:
-        bound = bind(server_config.host, server_config.port)  # else the proxies of a cluster may have it already
+        free = bind(server_config.host, server_config.port)  # else the proxies of a cluster may have it already
     # its process imports torch while this one does
     engine = None if replicas.enabled else start_engine_process()
     try:
         make_service = service_maker(model_name, paths, settings, server_config)
-        _run(make_service, settings, server_config, replicas, bound, engine)
+        _run(make_service, settings, server_config, replicas, free, engine)
     except BaseException:
         if engine is not None:
             engine.process.kill()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from functools import partial
+from socket import socket
 
 import torch
 
@@ -12,7 +13,6 @@ from graphdecode import __version__
 from graphdecode.cli.checkpoint import ModelPaths
 from graphdecode.cli.options import print_message
 from graphdecode.config import EngineConfig, ServerConfig
-from graphdecode.server.address import bind
 from graphdecode.server.app import make_app
 from graphdecode.server.door import make_door
 from graphdecode.server.model_pool import ModelPool, PooledModel
@@ -25,6 +25,7 @@ async def serve_models(
     makers: Mapping[str, Callable[[EngineConfig, ServerConfig], Service]],
     settings: EngineConfig,
     server_config: ServerConfig,
+    bound: socket,
 ) -> None:
     """Serve models by their names until SIGTERM or Ctrl-C; those that are loaded share the memory evenly."""
     logging.basicConfig(format="%(levelname)s: %(message)s")
@@ -36,7 +37,6 @@ async def serve_models(
         PooledModel(name, paths[name].model, partial(make, settings, server_config), on_host)
         for name, make in makers.items()
     ]
-    bound = bind(server_config.host, server_config.port)
     pool = ModelPool(models, server_config, partial(make_app, is_alone=False, is_guarded=False))
     door = make_door(pool, api_keys_of(server_config), __version__)
 

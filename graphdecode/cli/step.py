@@ -35,8 +35,6 @@ class _UserStep(NamedTuple):
 
 
 def _load(target: str) -> _UserStep:
-    from graphdecode.buffers import StepBuffers
-
     module_name, colon, function = target.partition(":")
     sys.path.insert(0, ".")
     try:
@@ -48,6 +46,8 @@ def _load(target: str) -> _UserStep:
             meant = ".".join(Path(os.path.relpath(module_name)).with_suffix("").parts)
             where = f" (a module is meant, such as {meant}{colon}{function}, not a file)"
         raise ArgumentError(f"{module_name} cannot be imported{where}: {type(error).__name__}: {error}") from error
+    from graphdecode.buffers import StepBuffers  # imports torch, as the module has by now
+
     names = (function or "step", "buffers", "between_steps", "batch_sizes")
     step, buffers, between_steps, batch_sizes = (getattr(module, name, None) for name in names)
     if not callable(step) or not isinstance(buffers, StepBuffers):
@@ -70,12 +70,12 @@ def check(
     The module has the step's StepBuffers as `buffers`; optionally `constants`, which the step only reads; and
     optionally `between_steps`, a function without arguments that the host calls between two steps.
     """
+    step, buffers, constants, between_steps, _ = _load(target)
     from rich.console import Console
     from rich.table import Table
 
     from graphdecode.graphs import check as find_hazards
 
-    step, buffers, constants, between_steps, _ = _load(target)
     findings = find_hazards(step, buffers, constants=constants, between_steps=between_steps)
     console = Console()
     if not findings:
@@ -115,12 +115,13 @@ def inspect(
     if sum((as_json, dot is not None, svg is not None)) > 1:
         raise ArgumentError("give only one of --json, --dot and --svg")
     settings = settings_of(config, **overrides)
+    own = None if target is None else _load(target)
     from graphdecode.engine.loading import load_runner
     from graphdecode.graphs import GraphManager
 
     runner, drawn = None, svg if dot is None else dot
-    if target is not None:
-        step, buffers, constants, _, sizes = _load(target)
+    if own is not None:
+        step, buffers, constants, _, sizes = own
         rows = buffers.max_batch_size
         ladder = BucketLadder.auto(rows) if sizes is None else BucketLadder(sizes, rows)
         _check_drawn(drawn, ladder)
