@@ -425,6 +425,8 @@ def test_help_shows_names_of_options_whole_in_a_narrow_terminal(command: str) ->
     assert "--max-sequence-length " in shown or command == "buckets show"
     assert "…" not in shown
     assert ("--batch-invariant " in shown) == (command != "buckets show")
+    assert "<list[" not in shown.partition("Options:")[2]
+    assert "[default: ()]" not in shown
 
 
 @pytest.mark.parametrize(("text", "expected"), [('[capture]\nwhen = "startup"\n', "startup"), ("", "idle")])

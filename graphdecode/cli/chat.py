@@ -237,7 +237,9 @@ def chat(
     words: Annotated[
         list[str] | None, typer.Argument(metavar="[MESSAGE]", help="The message; none: a session, or what is piped in.")
     ] = None,
-    then: Annotated[list[str] | None, typer.Option(help="A message to send after the output; may be repeated.")] = None,
+    then: Annotated[
+        list[str] | None, typer.Option(metavar="TEXT", help="A message to send after the output; may be repeated.")
+    ] = None,
     model: Annotated[
         str, typer.Option(help="What `graphdecode models` lists, a checkpoint folder or file, or a repository id.")
     ] = "smollm2",

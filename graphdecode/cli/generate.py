@@ -44,7 +44,9 @@ def generate(
     sampling: dict[str, Any],
     overrides: dict[str, Any],
     prompts: Annotated[list[str] | None, typer.Argument(metavar="[-]", help="- reads prompts from stdin.")] = None,
-    prompt: Annotated[list[str] | None, typer.Option("--prompt", "-p", help="A prompt; may be repeated.")] = None,
+    prompt: Annotated[
+        list[str] | None, typer.Option("--prompt", "-p", metavar="TEXT", help="A prompt; may be repeated.")
+    ] = None,
     prompts_file: Annotated[Path | None, typer.Option(help="A file with one prompt a line.")] = None,
     model: ModelOption = "demo",
     config: ConfigOption = None,

@@ -33,8 +33,9 @@ ModelOption = Annotated[
 ModelsOption = Annotated[
     list[str],
     typer.Option(
+        metavar="MODEL",
         help="What `graphdecode models` lists, a checkpoint folder, a folder of such, or a repository id. Several are "
-        "loaded when requests name them."
+        "loaded when requests name them.",
     ),
 ]
 ConfigOption = Annotated[Path | None, typer.Option(help="A configuration file (TOML); options override it.")]
@@ -142,7 +143,7 @@ def _annotated(field: dataclasses.Field[Any], hint: Any) -> Any:
         name = f"--{field.name.replace('_', '-')}"
         flags = (f"{name}/--no-{name[2:]}" if field.default else name,)
     metavar = option.metavar or (_REPEATED.get(kind) if get_origin(kind) is list else None)
-    shown_default = False if option.default is None else option.default
+    shown_default = option.default or False
     return Annotated[kind | None, typer.Option(*flags, metavar=metavar, help=option.help, show_default=shown_default)]
 
 
