@@ -312,7 +312,7 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"tool_choice": "required"}, "tool_choice", "tool_choice"),
     ({"tools": [tool("warm")], "tool_choice": {"type": "function", "function": {"name": "hot"}}}, "tool_choice", ""),
     ({"tools": [tool("warm", parameters={"type": "object", "if": {}})], "tool_choice": "required"}, "tools", '["if"]'),
-    ({"tools": [tool("warm")], "tool_choice": "required", "response_format": JSON_OBJECT}, "response_format", "tools"),
+    ({"tools": [tool("warm")], "tool_choice": "required", "regex": "a"}, "regex", "tools"),
 ]
 
 
