@@ -239,7 +239,7 @@ def test_requests_in_flight_are_retried_when_the_engine_dies(runs: Runs) -> None
         ("x\n" * 12, "line 10: Invalid JSON: expected value at line 1 column 1"),
         (request("a").replace("/v1/", "/v2/"), "line 1: url must be '/v1/"),
         (request("a").replace("POST", "GET"), "line 1: method must be 'POST', got 'GET'"),
-        (request("a", "/v1/rerank"), "line 1: url must be '/v1/completions' or"),
+        (request("a", "/v1/tokenize"), "line 1: url must be '/v1/completions' or"),
         (request("a").replace("{}", "[]"), "line 1: body must be an object, got []"),
         (request(""), "line 1: custom_id: String should have at least 1 character"),
         (request("a").replace("a", "\ud800", 1), "line 1: Invalid JSON"),
