@@ -85,6 +85,14 @@ OUTCOMES = {
 }
 
 
+@pytest.fixture(autouse=True)
+def own_caches(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep what the checks collect and give back away from the kernels that this process has loaded."""
+    caches = tmp_path_factory.mktemp("caches")
+    monkeypatch.setenv("GRAPHDECODE_CACHE_DIR", str(caches / "graphdecode"))
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(caches / "triton"))
+
+
 def isolated(folder: Path, *options: str) -> tuple[int, dict[str, str]]:
     (folder / "test_some.py").write_text(TESTS)
     (folder / "pytest.ini").write_text("[pytest]\n")
@@ -258,7 +266,12 @@ def test_compiled_kernels_and_choices_are_given_back(tmp_path: Path) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(file.name)
     KernelCache(first, tmp_path).keep()
-    KernelCache(second, tmp_path)
+    loaded = second[1][0] / "cuda" / "key.cubin"
+    loaded.parent.mkdir(parents=True)
+    loaded.write_text("loaded")
+    with loaded.open() as mapping:  # another file takes its name; what a process has of it stays
+        KernelCache(second, tmp_path)
+        assert mapping.read() == "loaded"
     assert (second[0][0] / "hash" / "kernel.cubin").read_text() == "kernel.cubin"
     assert (second[1][0] / "cuda" / "key.cubin").read_text() == "key.cubin"
     assert (second[1][0] / "choices.json").read_text() == "choices.json"

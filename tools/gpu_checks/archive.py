@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import tarfile
+import tempfile
 import time
 from collections.abc import Iterable
 from dataclasses import asdict
@@ -35,11 +36,15 @@ class KernelCache:
             self._known = self._state()
 
     def _give_back(self, cache: Path, name: str) -> None:
-        with tarfile.open(self._file) as kept:
+        cache.mkdir(parents=True, exist_ok=True)
+        # files are moved there: one that was written in place would lose what a process has changed of its mapping
+        with tempfile.TemporaryDirectory(dir=cache) as scratch, tarfile.open(self._file) as kept:
             for member in kept:
                 top, _, rest = member.name.partition("/")
-                if top == name:
-                    kept.extract(member.replace(name=rest), cache, filter="data")
+                if top == name and member.isfile():
+                    kept.extract(member.replace(name=rest), scratch, filter="data")
+                    (cache / rest).parent.mkdir(parents=True, exist_ok=True)
+                    os.replace(Path(scratch, rest), cache / rest)
         for group in cache.glob(f"*/{_GROUP}*"):
             names = json.loads(group.read_text())["child_paths"]
             found = {child: str(group.parent / child) for child in names if (group.parent / child).exists()}
