@@ -229,14 +229,10 @@ class StagingBlock:
 
 def default_device(device: torch.device | str | None) -> torch.device:
     """Return a device; None means CUDA if available, else the CPU."""
-    has_cuda = torch.cuda.is_available()
     try:
-        found = torch.device(device if device is not None else "cuda" if has_cuda else "cpu")
+        return torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
     except (RuntimeError, TypeError):
         raise ArgumentError(f"device must be 'cpu', 'cuda' or 'cuda:N', got {device!r}") from None
-    if found.type == "cuda" and not has_cuda:
-        raise ArgumentError(f"device is {found}, but torch finds no CUDA device here")
-    return found
 
 
 def on_device(device: torch.device) -> AbstractContextManager[Any]:
@@ -314,7 +310,12 @@ class StepBuffers(Generic[B]):
         self._padded = max_batch_size  # rows from the live ones up to here are padding, unless a step wrote there
         self._last_user: object = None  # see `make_ready`
         self.relay: Callable[[Change], None] | None = None  # called with each change by the host
-        self._allocate()
+        try:
+            self._allocate()
+        except (AssertionError, RuntimeError):
+            if self.device.type != "cuda" or torch.cuda.is_available():
+                raise
+            raise ArgumentError(f"device is {self.device}, but torch finds no CUDA device here") from None
         self._addresses = {name: tensor.data_ptr() for name, tensor in self._tensors.items()}
 
     def _allocate(self) -> None:

@@ -242,7 +242,9 @@ def test_an_error_that_a_library_made_of_ctrl_c_ends_with_130(monkeypatch: pytes
         raise ImportError
 
     handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
-    monkeypatch.setitem(main.__globals__, "app", drops_it)
+    from graphdecode.cli import app as commands
+
+    monkeypatch.setattr(commands, "app", drops_it)
     with pytest.raises(SystemExit) as ended:
         main()
     assert ended.value.code == 130
