@@ -107,6 +107,8 @@ class TiledLinear(QuantizedLinear):
 
     def _dequantizes(self, rows: int) -> bool:
         """Whether products of so many rows dequantize the weight first: so do those of the next lower measured rows."""
+        if rows <= MOST_ROWS:
+            return False
         measured = max((each for each in self.choices if MOST_ROWS < each <= rows), default=None)
         return measured is not None and self.choices[measured].path == DEQUANTIZED
 

@@ -33,10 +33,9 @@ class PromptReasoning:
 
 def reasoning_of(tokenizer: Any, reasoning_parser: str | None = None) -> PromptReasoning | None:
     """Return the reasoning of a tokenizer's chat template, or of a parser's name; None if it has none."""
-    template = None if tokenizer is None else tokenizer.chat_template
-    if tokenizer is None or not isinstance(template, str | None):
+    if tokenizer is None or not isinstance(tokenizer.chat_template, str | None):
         return None
-    chat_format = format_of(template, reasoning_parser=reasoning_parser)
+    chat_format = format_of(tokenizer.chat_template, reasoning_parser=reasoning_parser)
     if chat_format is None or chat_format.thinking is None:
         return None
     return PromptReasoning(tokenizer, chat_format.thinking)

@@ -5,7 +5,7 @@ import ctypes
 import pytest
 import torch
 from fibers import Order, build, needs_compiler
-from product_cases import BFLOAT16, FLOAT16, Case, assert_near, launch
+from product_cases import BFLOAT16, FLOAT16, Case, assert_right, launch
 from tiled_weights import FORMATS
 
 from graphdecode.kernels.linear.code_words import CODES, values_of
@@ -33,19 +33,13 @@ EVERY_FORMAT = {
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("seeds", [range(3), pytest.param(range(3, 103), marks=pytest.mark.slow)], ids=["3", "100"])
 def test_products_are_those_of_float64_in_any_order_of_threads(name: str, seeds: range) -> None:
-    for seed in seeds:
-        outcome, out, wanted = launch(CASES[name], seed)
-        assert outcome.faults == [], seed
-        assert_near(out, wanted, CASES[name].dtype)
+    assert_right(CASES[name], seeds)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", EVERY_FORMAT)
 def test_every_format_is_multiplied_as_it_is_stored(name: str) -> None:
-    for seed in range(3):
-        outcome, out, wanted = launch(EVERY_FORMAT[name], seed)
-        assert outcome.faults == []
-        assert_near(out, wanted, EVERY_FORMAT[name].dtype)
+    assert_right(EVERY_FORMAT[name], range(3))
 
 
 @pytest.mark.parametrize("name", ["plain", "ring", "Q4_K"])

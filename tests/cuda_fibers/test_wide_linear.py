@@ -3,7 +3,7 @@
 import pytest
 import torch
 from fibers import Order, needs_compiler
-from product_cases import BFLOAT16, FLOAT16, Case, assert_near, launch
+from product_cases import BFLOAT16, FLOAT16, Case, assert_right, launch
 from tiled_weights import FORMATS
 
 from graphdecode.kernels.linear.wide_linear import WideConfig
@@ -38,28 +38,19 @@ EVERY_FORMAT = {
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("seeds", [range(3), pytest.param(range(3, 103), marks=pytest.mark.slow)], ids=["3", "100"])
 def test_products_are_those_of_float64_in_any_order_of_threads(name: str, seeds: range) -> None:
-    for seed in seeds:
-        outcome, out, wanted = launch(CASES[name], seed)
-        assert outcome.faults == [], seed
-        assert_near(out, wanted, CASES[name].dtype)
+    assert_right(CASES[name], seeds)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LARGE)
 def test_blocks_and_clusters_share_a_weight(name: str) -> None:
-    for seed in range(10):
-        outcome, out, wanted = launch(LARGE[name], seed)
-        assert outcome.faults == [], seed
-        assert_near(out, wanted, LARGE[name].dtype)
+    assert_right(LARGE[name], range(10))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", EVERY_FORMAT)
 def test_every_format_is_multiplied_as_it_is_stored(name: str) -> None:
-    for seed in range(2):
-        outcome, out, wanted = launch(EVERY_FORMAT[name], seed)
-        assert outcome.faults == []
-        assert_near(out, wanted, EVERY_FORMAT[name].dtype)
+    assert_right(EVERY_FORMAT[name], range(2))
 
 
 @pytest.mark.parametrize("name", ["cluster", "gate", pytest.param("plain", marks=pytest.mark.slow)])

@@ -216,7 +216,7 @@ def test_for_an_unknown_gpu_there_is_a_line_and_no_candidate(
 
 @pytest.mark.gpu
 @needs_nvrtc
-@pytest.mark.parametrize("rows", [1, 3, 8])
+@pytest.mark.parametrize("rows", [1, 3, 8, 9, 16, 40, 64])  # above 8 those of `wide_linear`
 @pytest.mark.parametrize("epilogue", ["store", "add", "silu"])
 def test_results_on_a_gpu_are_those_of_the_oracle_and_replays_give_their_bits(rows: int, epilogue: str) -> None:
     draw = torch.Generator("cuda").manual_seed(rows)

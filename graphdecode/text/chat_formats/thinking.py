@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 from graphdecode.text.chat_formats.chat_format import Thinking
@@ -29,7 +30,7 @@ THINKING = [
         ("qwen3", "glm45", "glm47", "granite_thinking_parser", "nemotron_v3", "deepseek_v3", "kimi_k2"),
     ),
     ThinkingFamily(_TAGS, ("<think>",)),
-    ThinkingFamily(Thinking("<think>\n", "\n</think>\n\n", is_open=True), (), ("deepseek_r1",)),
+    ThinkingFamily(replace(_TAGS, is_open=True), (), ("deepseek_r1",)),
 ]
 
 
